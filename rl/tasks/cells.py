@@ -21,6 +21,7 @@ MAX_SHOWN_CHARS = 200
 
 def to_text(value: Any, column: str) -> str:
     """Return a text, or a number as it is written."""
+    # A bool is an int in Python, but the answer "True" of a Parquet file is no text.
     if (
         isinstance(value, int | float | Decimal)
         and not isinstance(value, bool)
@@ -45,6 +46,7 @@ def to_id(value: Any, column: str) -> str:
     """Return a text, or a whole number as one."""
     if _is_missing(value) or value == "":
         raise ValueError(f"column {column!r}, the id, is empty")
+    # Ids such as 00501 keep their zeros, and 72.0 is a mistake rather than the id 72.
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(value, WrittenNumber):
         is_whole = re.fullmatch("-?[0-9]+", value) is not None
@@ -57,6 +59,7 @@ def to_id(value: Any, column: str) -> str:
 
 def to_demonstration(value: Any, column: str) -> str | tuple[str, ...]:
     """Return a reply, or one for each turn; the empty text for an empty cell."""
+    # Data sets with demonstrations for some rows have empty cells for the others.
     if _is_missing(value) or value == "" or value == []:
         return ""
     if not isinstance(value, list):
@@ -68,6 +71,7 @@ def to_demonstration(value: Any, column: str) -> str | tuple[str, ...]:
 
 def to_rate(value: Any) -> Any:
     """Return a number, also one that a CSV file has as a text; None for an empty cell."""
+    # What is no rate is returned as it is: the filter names it in its error.
     value = to_plain(value)
     if not isinstance(value, str):
         return None if _is_missing(value) else value

@@ -49,8 +49,9 @@ def import_for_tasks(module: str, *, needed_by: str) -> ModuleType:
 
 
 def decode_settings(settings: Mapping[str, Any], *, name: str = "settings") -> dict[str, Any]:
-    """Decode strings that start with `[` or `{` as JSON, for nested settings on the command
-    line.
+    """Decode strings that start with `[` or `{` as JSON, for nested settings on the command line.
+
+    Example: {"size": 3, "ranges": "[1, 2]"} becomes {"size": 3, "ranges": [1, 2]}.
     """
     decoded = {}
     for key, value in settings.items():
@@ -78,6 +79,7 @@ class TypedRows:
         self._narrow: dict[str, type[np.floating[Any]]] = {}
         """Columns of numbers with fewer digits than a Python float has."""
         for name, feature in table.features.items():
+            # Lists and objects have no dtype.
             if getattr(feature, "dtype", "") in ("float16", "float32"):
                 self._narrow[name] = np.dtype(feature.dtype).type
 
@@ -88,12 +90,12 @@ class TypedRows:
         return len(self.table)
 
     def __getitem__(self, number: int) -> Mapping[str, Any]:
-        return self._widen(self.table[number])
+        return self._convert_narrow(self.table[number])
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return map(self._widen, self.table)
+        return map(self._convert_narrow, self.table)
 
-    def _widen(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _convert_narrow(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the row with 0.1 where a narrow column has 0.1, which is 0.10000000149 as a Python
         float.
         """
@@ -132,10 +134,12 @@ def read_rows(
         raise ValueError(
             f"{path} ends in {local.suffix!r}, which is not one of {', '.join(SUFFIXES)}"
         )
+
+    # Parquet and Arrow say the type of each column; JSON and CSV are read as they are written.
     is_typed = local.is_dir() or local.suffix == ".parquet"
     try:
         if is_typed:
-            table = _typed_table(local, datasets, cache_folder=cache_folder)
+            table = _load_table(local, datasets, cache_folder=cache_folder)
         else:
             folder = Path(cache_folder or datasets.config.HF_DATASETS_CACHE).expanduser()
             written = read_written_rows(
@@ -145,6 +149,7 @@ def read_rows(
         raise ValueError(f"{path} cannot be read: {_find_innermost(error)}") from error
     if is_typed and isinstance(table, Mapping):
         names = ", ".join(str(local / name) for name in table)
+        # A choice of relay's own could train on the split that is meant for evaluation.
         raise ValueError(f"{path} holds several splits: name one of {names}")
     rows = TypedRows(table) if is_typed else written
     if not len(rows):
@@ -156,10 +161,14 @@ def read_rows(
             raise ValueError(
                 f"{path} has no column {column!r} ({setting}); its columns are {names}"
             )
-    return TypedRows(table.select_columns(sorted(set(columns.values())))) if is_typed else written
+    if not is_typed:
+        return written
+    # Without the other columns, which may be large, such as images.
+    return TypedRows(table.select_columns(sorted(set(columns.values()))))
 
 
-def _typed_table(local: Path, datasets: ModuleType, *, cache_folder: str | None) -> Any:
+def _load_table(local: Path, datasets: ModuleType, *, cache_folder: str | None) -> Any:
+    """Load a Parquet file or a saved dataset, without the progress bars of `datasets`."""
     shows_progress = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
@@ -172,6 +181,7 @@ def _typed_table(local: Path, datasets: ModuleType, *, cache_folder: str | None)
 
 
 def _find_innermost(error: BaseException) -> str:
+    # `datasets` wraps the errors of its readers several times; relay's own say all there is.
     if type(error) is ValueError:
         return str(error)
     *_, error = causes(error)
@@ -257,6 +267,7 @@ def shuffle_problems(
             them.
     """
 
+    # One epoch at a time: the order of a large data set takes memory and time.
     @functools.lru_cache(maxsize=1)
     def places(epoch: int) -> list[int]:
         indices = list(range(num_problems))
@@ -340,15 +351,16 @@ def _read_lines(file: Path, path: str) -> Iterator[tuple[int, str]]:
 
 def write_pass_rates(path: Path, rates: Mapping[str, float]) -> None:
     """Write rates by problem id for `read_pass_rates`; the file appears whole or not at all."""
-    lines = (
-        json.dumps({"id": key, "pass_rate": _check_rate(rate)}, ensure_ascii=False)
-        for key, rate in rates.items()
-    )
+    text = ""
+    for key, rate in rates.items():
+        entry = {"id": key, "pass_rate": _check_rate(rate)}
+        text += json.dumps(entry, ensure_ascii=False) + "\n"
     with atomic_write(path) as file:
-        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
 
 
 def _check_rate(rate: Any) -> float:
+    # A bool is an int in Python, but "true" in a file is a mistake. NaN fails the comparison.
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
         raise ValueError(f"the pass rate {rate!r} is not a number from 0 to 1")
     return float(rate)

@@ -42,15 +42,19 @@ def fingerprint_problems(task: Task, *, seed: int, block: int | None = None) -> 
     with.
     """
     problems = task.train_problems(seed=seed)
-    if (listed := _get_listed(problems)) is not None:
-        num: int | None = listed.num
+    listed = _get_listed(problems)
+    num: int | None
+    if listed is not None:
+        num = listed.num
         digests = [listed.digest_at(i) for i in range(listed.num)]
         order = listed.order
     else:
+        # A generated task is a function of its config and the seed: its first problems tell it.
         drawn = list(islice(problems, NUM_SAMPLED))
         num = None if len(drawn) == NUM_SAMPLED else len(drawn)
         digests = [hash_problem(problem) for problem in drawn]
         order = f"drawn by seed {seed}"
+    # A data set of millions of rows must not make its checkpoints large.
     block = block or max(1, -(-len(digests) // MAX_DIGESTS))
     blocks = [digests[i : i + block] for i in range(0, len(digests), block)]
     return ProblemsFingerprint(
@@ -74,26 +78,26 @@ def describe_changes(
         )
     if now.order != saved.order:
         changes.append(f"they were {saved.order}, and are {now.order} now")
-    different = (
-        i
-        for i, pair in enumerate(zip(saved.digests, now.digests, strict=False))
-        if len({*pair}) > 1
-    )
-    first = next(different, None)
-    if first is None and len(saved.digests) != len(now.digests):
-        first = min(len(saved.digests), len(now.digests))
+    first = _find_first_difference(saved.digests, now.digests)
     if first is not None:
         changes.append(
             f"the first difference is {_place(first * saved.block, saved.block, task, seed=seed)}"
         )
-    sets = {**saved.eval_sets, **now.eval_sets}
-    of_sets = [
-        f"evaluation set {name!r}: {saved.eval_sets.get(name, 'none')}, now "
-        f"{now.eval_sets.get(name, 'none')}"
-        for name in sets
-        if saved.eval_sets.get(name) != now.eval_sets.get(name)
-    ]
-    return changes, of_sets
+
+    changes_of_sets = []
+    for name in {**saved.eval_sets, **now.eval_sets}:
+        before, after = saved.eval_sets.get(name, "none"), now.eval_sets.get(name, "none")
+        if before != after:
+            changes_of_sets.append(f"evaluation set {name!r}: {before}, now {after}")
+    return changes, changes_of_sets
+
+
+def _find_first_difference(before: Sequence[str], after: Sequence[str]) -> int | None:
+    """Return the index at which two sequences first differ, also by ending."""
+    for i, pair in enumerate(zip(before, after, strict=False)):
+        if pair[0] != pair[1]:
+            return i
+    return None if len(before) == len(after) else min(len(before), len(after))
 
 
 def _describe_set(problems: Sequence[Problem]) -> str:
@@ -102,6 +106,7 @@ def _describe_set(problems: Sequence[Problem]) -> str:
 
 def _hash_parts(parts: Iterable[str]) -> str:
     digest = hashlib.blake2b(digest_size=8)
+    # A text of a file may hold half of a surrogate pair, which has no UTF-8.
     for part in parts:
         digest.update(part.encode(errors="surrogatepass"))
     return digest.hexdigest()
@@ -116,7 +121,8 @@ def _place(number: int, block: int, task: Task, *, seed: int) -> str:
     if block > 1:
         return f"in problems {number + 1} to {number + block}"
     problems = task.train_problems(seed=seed)
-    if (listed := _get_listed(problems)) is None:
+    listed = _get_listed(problems)
+    if listed is None:
         problem = next(islice(problems, number, None), None)
     else:
         problem = listed.problem_at(number) if number < listed.num else None

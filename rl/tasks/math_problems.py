@@ -39,6 +39,8 @@ class MathProblems(DatasetTask):
 
     @dataclass(kw_only=True, slots=True)
     class Config(DatasetTask.Config):
+        """Places of the answers in rows and replies, besides the settings of the files."""
+
         template: str = BOXED
         gold: Literal["boxed", "hashes", "whole"] = "hashes"
         """Position of the answer in the answer column: `hashes` for GSM8K, `boxed` for MATH's
@@ -73,17 +75,18 @@ class MathProblems(DatasetTask):
             return True
         if self.config.unparsed_gold == "skip":
             return False
-        found = (
-            f"{problem.answer!r}, which math-verify cannot read" if problem.answer else "no answer"
-        )
+        content = "no answer"
+        if problem.answer:
+            content = f"{problem.answer!r}, which math-verify cannot read"
         raise ValueError(
-            f"column {self.config.columns.answer!r} has {found} (gold={self.config.gold!r}); "
+            f"column {self.config.columns.answer!r} has {content} (gold={self.config.gold!r}); "
             "choose another place, or unparsed_gold='skip'"
         )
 
     def rubric(self, *, seed: int) -> Rubric:
         """Give 1 for a right answer, and `format_reward` for the form alone."""
         config = self.config
+        # Now rather than in the reward process: a missing package is an error before the run.
         import_for_tasks("math_verify", needed_by="grading mathematics")
         answer = MathAnswer(place=config.reply)
         share, is_there = config.format_reward, AnswerInPlace(place=config.reply)
@@ -133,6 +136,7 @@ def compare_answers(gold: str, answer: str, place: Place) -> bool | None:
     value = number_value(gold)
     if value is not None and value == number_value(answer):
         return True
+    # In a box, the whole answer is one expression; outside, math-verify looks for one in a text.
     answer = _to_latex(answer)
     parsed = _parse(_wrap_in_box(answer), timeout_s=None) if place != "whole" else []
     if place == "whole" or (place == "hashes" and (not parsed or _is_number_in_words(answer))):
@@ -150,6 +154,7 @@ def _parse_gold(gold: str) -> tuple[Any, ...]:
 
 
 def _is_readable(gold: str) -> bool:
+    # math-verify limits its time by an alarm, which only the main thread may set.
     in_main_thread = threading.current_thread() is threading.main_thread()
     timeout_s = GOLD_TIMEOUT_S if in_main_thread else None
     return bool(_parse(_wrap_in_box(_to_latex(gold)), timeout_s=timeout_s))

@@ -27,6 +27,8 @@ class ReverseText(GeneratedTask):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
+        """Length of the words, and the share of the reward for similarity."""
+
         num_letters: tuple[int, int] = (4, 6)
         """Fewest and most letters of a word."""
         instruction: str = ""
@@ -61,6 +63,7 @@ class ReverseText(GeneratedTask):
 
     def warmup_problem(self, generator: random.Random) -> Problem:
         problem = self.draw(generator)
+        # A number is drawn at haste 0 too, so that the words are the same for every haste.
         hasty = problem.answer[-1] < EARLY and generator.random() < self.config.haste
         return replace(problem, demonstration=problem.answer[:-1]) if hasty else problem
 

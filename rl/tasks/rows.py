@@ -115,15 +115,16 @@ def read_written_rows(path: Path, *, columns: Sequence[str], folder: Path) -> Wr
         # Not the file's time: an edit within the clock's resolution would be read from the old
         # copy.
         digest = hashlib.file_digest(content, "blake2b").hexdigest()
+    # The needed columns tell the delimiter of a CSV file, so the copy depends on them.
     about = [FORMAT, str(file), path.suffix, digest]
     about += sorted(columns) if is_csv else []
     key = hashlib.blake2b(json.dumps(about).encode(), digest_size=12).hexdigest()
     copy = folder / f"relay-rows-{key}.arrow"
-    rows = (
-        _read_csv(file, columns)
-        if is_csv
-        else _read_json(file, may_be_object=path.suffix == ".json")
-    )
+    # Both read lazily: nothing is read again where there is a copy.
+    if is_csv:
+        rows = _read_csv(file, columns)
+    else:
+        rows = _read_json(file, may_be_object=path.suffix == ".json")
     if not copy.is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -160,12 +161,13 @@ def to_plain(value: Any) -> Any:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has the name {twice!r} twice")
-    return found
+    made = dict(pairs)
+    if len(made) == len(pairs):
+        return made
+    # Python would keep the last value of a name, without a word.
+    names = [name for name, _ in pairs]
+    twice = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f"an object has the name {twice!r} twice")
 
 
 _DECODER = json.JSONDecoder(
@@ -174,6 +176,7 @@ _DECODER = json.JSONDecoder(
 
 
 def _write(copy: Path, rows: Iterable[WrittenRow]) -> None:
+    # In parts, so that a file larger than memory can be copied.
     pa: Any = importlib.import_module("pyarrow")
     schema = pa.schema([("line", pa.int64()), ("text", pa.large_string())])
     with pa.OSFile(str(copy), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
@@ -191,13 +194,18 @@ def _write(copy: Path, rows: Iterable[WrittenRow]) -> None:
 
 def _batch(rows: Sequence[WrittenRow], schema: Any) -> Any:
     pa: Any = importlib.import_module("pyarrow")
-    return pa.record_batch([[row.line for row in rows], [row.text for row in rows]], schema=schema)
+    lines, texts = [], []
+    for row in rows:
+        lines.append(row.line)
+        texts.append(row.text)
+    return pa.record_batch([lines, texts], schema=schema)
 
 
 def _read_lines(file: Path) -> Iterator[tuple[int, str]]:
     """Return each line with its number, from 1; raise ValueError for one that is not UTF-8."""
-    with file.open("rb") as opened:
-        for number, line in enumerate(opened, start=1):
+    with file.open("rb") as content:
+        for number, line in enumerate(content, start=1):
+            # The first line may begin with the byte order mark that Windows writes.
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -205,12 +213,15 @@ def _read_lines(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_filled_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Return the lines of a text file that are not blank, with their numbers; ValueError as
-    `read_written_rows`.
+    """Yield the lines of a text file that are not blank, with their numbers.
+
+    Raises ValueError as `read_written_rows`.
 
     Only a line feed ends a line: JSON may have other separators of lines in its texts.
     """
-    return ((number, line) for number, line in _read_lines(file) if line.strip(WHITE))
+    for number, line in _read_lines(file):
+        if line.strip(WHITE):
+            yield number, line
 
 
 @contextmanager
@@ -253,6 +264,7 @@ def _is_document(file: Path, *, may_be_object: bool) -> bool:
 
 
 def _read_document(file: Path) -> Iterator[WrittenRow]:
+    # The decoder needs the whole text, unlike JSON lines, of which one is in memory at a time.
     text = "".join(line for _, line in _read_lines(file))
     outer = _skip_white(text, 0)
     array = outer if text[outer] == "[" else _begin_of_array(text, outer)
@@ -279,17 +291,17 @@ def _begin_of_array(text: str, begin: int) -> int:
     """
     _, end = _DECODER.raw_decode(text, begin)  # the search may rely on an object that is whole
     _check_end(text, end)
-    arrays = [
-        (name, place)
-        for name, place, value in _iterate_members(text, begin)
-        if _is_array_of_objects(value)
-    ]
-    if len(arrays) != 1:
-        names = ", ".join(repr(name) for name, _ in arrays) or "none"
+    names, places = [], []
+    for name, place, value in _iterate_members(text, begin):
+        if _is_array_of_objects(value):
+            names.append(repr(name))
+            places.append(place)
+    if len(places) != 1:
         raise ValueError(
-            f"an object must hold one array of rows, but its arrays of objects are: {names}"
+            "an object must hold one array of rows, but its arrays of objects are: "
+            f"{', '.join(names) or 'none'}"
         )
-    return arrays[0][1]
+    return places[0]
 
 
 def _is_array_of_objects(value: Any) -> bool:
@@ -299,6 +311,7 @@ def _is_array_of_objects(value: Any) -> bool:
 def _iterate_members(text: str, begin: int) -> Iterator[tuple[str, int, Any]]:
     """Yield name, place and value of each member of the object that begins here."""
     place = _skip_white(text, begin + 1)
+    # The text was decoded before, so every mark is where it must be.
     while text[place] != "}":
         name, place = _DECODER.raw_decode(text, place)
         place = _skip_white(text, _skip_white(text, place) + 1)
@@ -324,9 +337,9 @@ def _iterate_elements(text: str, begin: int) -> Iterator[tuple[int, int]]:
 
 
 def _skip_white(text: str, place: int) -> int:
-    found = _WHITE.match(text, place)
-    assert found is not None
-    return found.end()
+    white = _WHITE.match(text, place)
+    assert white is not None  # the pattern matches everywhere
+    return white.end()
 
 
 # CSV
@@ -354,9 +367,8 @@ def _read_csv(file: Path, columns: Sequence[str]) -> Iterator[WrittenRow]:
 def _find_delimiter(file: Path, columns: Sequence[str]) -> str:
     """Return the delimiter under which the first line has the needed columns, else a comma."""
     for mark in DELIMITERS:
-        with suppress(
-            ValueError
-        ):  # names in quotes cannot be read with another delimiter than theirs
+        # Names in quotes cannot be read with another delimiter than theirs.
+        with suppress(ValueError):
             _, header = next(_read_cells(file, mark), (1, []))
             if {*columns} <= {*header}:
                 return mark
@@ -371,6 +383,7 @@ def _read_cells(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
         for _, line in _read_lines(file):
             yield from _LINE_OF_CSV.findall(line)
 
+    # Strict: a quote in the middle of a cell would otherwise be taken as it is.
     reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     while True:
         number = reader.line_num + 1
@@ -378,12 +391,10 @@ def _read_cells(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
             with _allow_long_cells():
                 cells = next(reader, None)
         except csv.Error as error:
-            says = (
-                f"{error} (a quote inside a quoted cell is written twice)"
-                if "after" in str(error)
-                else error
-            )
-            raise ValueError(f"line {number}: {says}") from error
+            hint = ""
+            if "after" in str(error):
+                hint = " (a quote inside a quoted cell is written twice)"
+            raise ValueError(f"line {number}: {error}{hint}") from error
         if cells is None:
             return
         if any(cells):

@@ -84,27 +84,30 @@ def find_answer(text: str, place: Place, *, is_cut_off: bool = False) -> str | N
     that was cut off, an answer that nothing ends might go on, and counts as none: `#### 12` could
     have become 123. Braces, `</answer>`, and the end of the line after `####` are such ends.
     """
+    # Before `answer_part` strips the text.
     ends_line = "\n" in text[len(text.rstrip()) :]
     text = answer_part(text)
-    found: str | None
+    answer: str | None
     if place == "hashes":
         _, mark, after = text.rpartition("####")
-        found, end, _ = after.strip().partition("\n")
+        answer, end, _ = after.strip().partition("\n")
         if not mark or (is_cut_off and not end and not ends_line):
-            found = None
+            answer = None
     elif place == "boxed":
-        found = _find_last_boxed(text)
+        answer = _find_last_boxed(text)
     elif place == "tags":
         _, mark, after = text.rpartition("<answer>")
         inner, end, _ = after.partition("</answer>")
-        found = inner if mark and end else ""
+        # An answer that is not closed might go on, whether the reply was cut off or not.
+        answer = inner if mark and end else ""
     elif place == "last_number":
-        found = last_number(text, is_cut_off=is_cut_off)
+        answer = last_number(text, is_cut_off=is_cut_off)
     elif is_cut_off:
-        found = None
+        # Nothing ends a last line or a whole reply but the end of the reply.
+        answer = None
     else:
-        found = text.rpartition("\n")[2] if place == "last_line" else text
-    return (found or "").strip() or None
+        answer = text.rpartition("\n")[2] if place == "last_line" else text
+    return (answer or "").strip() or None
 
 
 def required_answer(rollout: Rollout, place: Place) -> str:
@@ -123,6 +126,7 @@ def _find_last_boxed(text: str) -> str:
     last = deque(_BOX.finditer(text), maxlen=1)
     if not last:
         return ""
+    # By hand, because an answer may have braces of its own, as \boxed{\frac{1}{2}} has.
     depth = 1
     for end in range(last[0].end(), len(text)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
@@ -137,6 +141,7 @@ def get_sendable_state(task: object) -> dict[str, Any]:
     Reward functions may be methods of a task, which take the task along to the reward process. What
     its environments share, such as a client of an event loop, stays here.
     """
+    # Tried one by one: a client may be anywhere in an attribute of a user's class.
     state = {}
     for name, value in vars(task).items():
         with suppress(Exception):  # whatever a user's class raises

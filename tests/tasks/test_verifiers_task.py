@@ -15,7 +15,7 @@ import pytest
 
 from rl.rollouts.environment import EnvironmentThread
 from rl.rollouts.rubric import UnparsedAnswer
-from rl.tasks.verifiers_task import VerifiersTask, episode_reward
+from rl.tasks.verifiers_task import VerifiersTask, get_episode_reward
 from rl.tools.tool import ToolCall, render_call
 from rl.types import Problem, Reply
 from tests.support.chat_server import ChatServer
@@ -185,7 +185,7 @@ def test_episodes_that_run_at_once_get_their_own_replies(sums):
 def test_episode_that_a_limit_ended_is_unparsed():
     problem = Problem(id="a", question="b", answer="c")
     with pytest.raises(UnparsedAnswer):
-        episode_reward(reply(problem, "text"))
+        get_episode_reward(reply(problem, "text"))
 
 
 def test_environment_answers_turn_by_turn(guess):
