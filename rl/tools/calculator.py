@@ -55,6 +55,8 @@ class Calculator:
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         value = evaluate(arguments["expression"])
+        # Division gives floats: a model that asks for 6 / 2 expects 3. From 2**53 on, a float may
+        # not be the number that its digits say.
         is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
         return str(int(value) if is_whole else value)
 
@@ -68,7 +70,7 @@ def evaluate(expression: str) -> Number:
             f"Error: the expression has {len(expression)} characters, at most {MAX_CHARS}"
         )
     try:
-        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
+        value = _evaluate_node(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError:
         raise ToolError("Error: division by zero") from None
     except (OverflowError, RecursionError, MemoryError):
@@ -81,17 +83,17 @@ def evaluate(expression: str) -> Number:
     return value
 
 
-def _evaluate(node: ast.expr) -> Number:
+def _evaluate_node(node: ast.expr) -> Number:
     # bool is a subclass of int, but not a number here.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _check_limits(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_evaluate(node.operand))
+        return _UNARY[type(node.op)](_evaluate_node(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _evaluate(node.left), _evaluate(node.right)
-        is_power = isinstance(node.op, ast.Pow)
+        left, right = _evaluate_node(node.left), _evaluate_node(node.right)
+        # Before the computation: 9**9**9 would take the memory and the time of the whole run.
         if (
-            is_power
+            isinstance(node.op, ast.Pow)
             and type(left) is type(right) is int
             and (left.bit_length() - 1) * right > MAX_BITS
         ):

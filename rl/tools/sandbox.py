@@ -99,6 +99,8 @@ class PythonSandbox(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Limits of a call, the number of calls at the same time, and folders to import from."""
+
         time_limit_s: float = 5.0
         """Wall-clock time of one call, from the start of its process; waiting for a slot is not
         counted.
@@ -181,6 +183,7 @@ class PythonSandbox(Configurable):
                 f"Error: not run: all {self._num_slots} slots were taken for "
                 f"{self.config.wait_limit_s:g} s"
             ) from None
+        # The folder is the call's own, and is removed with all that the code wrote.
         started = time.monotonic()
         folder = tempfile.mkdtemp(prefix="relay-sandbox-")
         try:
@@ -234,9 +237,8 @@ class PythonSandbox(Configurable):
                 stopped = "time limit"
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(
-                        process.pid, signal.SIGKILL
-                    )  # a confined process cannot leave its group
+                    # A confined process cannot leave its group.
+                    os.killpg(process.pid, signal.SIGKILL)
                 await asyncio.wait([ended], timeout=GRACE_S)
             if process.returncode is None:
                 raise OSError(

@@ -1,8 +1,8 @@
 """The system calls that confined Python code may make, as a seccomp filter.
 
-An allow-list, so that forgotten calls and those of later kernels are refused. `make_seccomp_program`
-returns a BPF program (seccomp(2), include/uapi/linux/bpf_common.h) from one list for x86_64 and
-aarch64.
+An allow-list, so that forgotten calls and those of later kernels are refused.
+`make_seccomp_program` returns a BPF program (seccomp(2), include/uapi/linux/bpf_common.h) from one
+list for x86_64 and aarch64.
 
 The sandbox's child imports this file too, so it needs nothing but the standard library.
 """
@@ -133,8 +133,10 @@ def make_seccomp_program(*, machine: str, pid: int) -> bytes:
     ]
     bodies: dict[str, list[Instruction]] = {}
     for names, action in ((ALLOWED, _ALLOW), (DONE, _ERRNO), (ABSENT, _ERRNO | ENOSYS)):
-        bodies |= {name: [(_RETURN, 0, 0, action)] for name in names}
-    bodies |= {name: _allow_if(conditions) for name, conditions in _list_conditions(pid).items()}
+        for name in names:
+            bodies[name] = [(_RETURN, 0, 0, action)]
+    for name, conditions in _list_conditions(pid).items():
+        bodies[name] = _allow_if(conditions)
     for name, body in bodies.items():
         number = NUMBERS[name][column]
         if number is not None:

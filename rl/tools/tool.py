@@ -77,6 +77,18 @@ class FunctionTool:
     section (Google style) describes every parameter. The model is shown a returned string as it is,
     anything else as JSON, and an exception as an error.
 
+    Example:
+        def add(a: int, b: int) -> int:
+            '''Add two numbers.
+
+            Args:
+                a: the first one.
+                b: the second one.
+            '''
+            return a + b
+
+        tool = FunctionTool(add, time_limit_s=1.0)
+
     A thread cannot be stopped: a plain function that exceeds its time limit goes on until it
     returns or the process ends. Run code that may never end in `PythonSandbox`.
 
@@ -108,6 +120,7 @@ class FunctionTool:
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         passed = {name: self._to_whole(name, value) for name, value in arguments.items()}
+        # The tool's own limit: `expired` tells it from a TimeoutError of the function.
         timer = asyncio.timeout(self.time_limit_s)
         try:
             async with timer:
@@ -140,9 +153,7 @@ class FunctionTool:
             raise ToolError(f"Error: {type(error).__name__}: {error}") from error
 
     def _to_whole(self, name: str, value: Any) -> Any:
-        """Convert 2.0, which JSON schema accepts as an integer, to the int that a function
-        expects.
-        """
+        """Convert 2.0, which JSON schema accepts as an integer, to the int of a function."""
         if (
             isinstance(value, float)
             and self.parameters["properties"][name].get("type") == "integer"
@@ -205,7 +216,8 @@ def find_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
     its schema.
     """
     by_name = {tool.name: tool for tool in tools}
-    if (tool := by_name.get(call.name)) is None:
+    tool = by_name.get(call.name)
+    if tool is None:
         raise ToolError(
             f"Error: there is no tool {call.name!r}; the tools are {', '.join(by_name)}"
         )
@@ -226,7 +238,10 @@ def announce(tools: Sequence[Tool], system: str = "") -> str:
     """Return a system message with `system`, the tools, and how to call them, in Qwen3's exact
     wording.
     """
-    described = "".join(f"\n{json.dumps(describe(tool), ensure_ascii=False)}" for tool in tools)
+    # Word for word, because models were trained on this text.
+    described = ""
+    for tool in tools:
+        described += "\n" + json.dumps(describe(tool), ensure_ascii=False)
     return (
         (f"{system}\n\n" if system else "")
         + "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
