@@ -43,6 +43,8 @@ class Arithmetic(GeneratedTask):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
+        """Mixture and size of the problems, demonstrations, and the tools' limits."""
+
         num_eval: int = 64
         python_share: float = 0.25
         """Share of the problems that are for Python."""
@@ -68,11 +70,13 @@ class Arithmetic(GeneratedTask):
 
     @cached_property
     def tools(self) -> tuple[Tool, ...]:
-        """For all episodes."""
+        """Tools of all episodes."""
+        # Not made with the task: a process that only draws problems needs no sandbox.
         return (Calculator(), self.config.sandbox.build())
 
     def __getstate__(self) -> dict[str, object]:
-        """For the processes that score: they call no tools."""
+        """Return what the reward processes need."""
+        # They call no tools, so the tools stay here.
         return {"config": self.config}
 
     def draw(self, generator: random.Random) -> Problem:
@@ -81,7 +85,8 @@ class Arithmetic(GeneratedTask):
             short, asked, answer = f"bin {number}", f"{number} as a binary number", f"{number:b}"
             call = ToolCall(name="python", arguments={"code": f"print(bin({number})[2:])"})
         else:
-            a, b = (generator.randint(10, 10**self.config.num_digits - 1) for _ in range(2))
+            largest = 10**self.config.num_digits - 1
+            a, b = generator.randint(10, largest), generator.randint(10, largest)
             short, asked, answer = f"{a}*{b}", f"{a} times {b}", str(a * b)
             call = ToolCall(name="calculator", arguments={"expression": short})
         return Problem(
@@ -102,11 +107,11 @@ class Arithmetic(GeneratedTask):
         return replace(problem, demonstration=f"about {digits}")
 
     def environment(self, problem: Problem) -> ToolEnvironment:
-        made = ToolEnvironment if self.config.announce else Unannounced
-        return made(problem=problem, tools=self.tools, max_calls=self.config.max_calls)
+        kind = ToolEnvironment if self.config.announce else Unannounced
+        return kind(problem=problem, tools=self.tools, max_calls=self.config.max_calls)
 
     def reward(self, rollout: Rollout) -> float:
-        """1 for the right number at the end of the last reply."""
+        """Return 1 for the right number at the end of the last reply."""
         number = find_answer(rollout.text, "last_number", is_cut_off=rollout.completion.is_cut_off)
         return float(number is not None and same_answer(rollout.prompt.problem.answer, number))
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from examples.sft_loop import (
-    make_conversation_sample,
     main,
+    make_conversation_sample,
     parse_args,
     read_conversations,
     write_running_sums,

@@ -206,7 +206,7 @@ def test_file_of_the_tiny_config_has_right_solutions_that_fit(tmp_path, monkeypa
     config.task.cache_folder = str(tmp_path / "cache")
     task = config.task.build()
     rows = [json.loads(line) for line in (root / gsm8k.TINY).read_text().splitlines()]
-    assert rows == make_tiny_math.problems()
+    assert rows == make_tiny_math.make_problems()
     assert len({row["question"] for row in rows}) == 200
     shown = next(task.warmup_problems(seed=0))
     room = config.generator.max_model_len - config.loop.sampling.max_tokens
