@@ -97,9 +97,7 @@ class Arithmetic(GeneratedTask):
         )
 
     def warmup_problem(self, generator: random.Random) -> Problem:
-        """Draw a problem with the demonstrations of `guesses`: the right digits in another
-        order.
-        """
+        """Draw a problem whose demonstration may be a guess: the right digits, shuffled."""
         problem = self.draw(generator)
         if generator.random() >= self.config.guesses:
             return problem

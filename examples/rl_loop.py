@@ -1,5 +1,4 @@
-"""The whole of GRPO in one file, on four calls: generate, forward_backward, optim_step, push and
-serve.
+"""GRPO in one file, on four calls: generate, forward_backward, optim_step, push and serve.
 
     python examples/rl_loop.py --steps 50 --seed 0 --output outputs/rl_loop
 

@@ -135,9 +135,7 @@ class Advantage:
 
 
 def compute_returns_to_go(rewards_C: np.ndarray, *, discount: float = 1.0) -> np.ndarray:
-    """Return [C] float64: for each token the sum over k of discount^k times the reward k tokens
-    later.
-    """
+    """Return [C] float64: the sum over k of discount^k times the reward k tokens later."""
     if discount == 1:
         return np.cumsum(rewards_C[::-1])[::-1]
     returns_C = rewards_C.astype(np.float64)
@@ -147,9 +145,7 @@ def compute_returns_to_go(rewards_C: np.ndarray, *, discount: float = 1.0) -> np
 
 
 def _leave_one_out(values: np.ndarray, sizes_G: Sequence[int]) -> np.ndarray:
-    """Subtract the mean of the other samples' values from each sample's; zeros if there are no
-    others.
-    """
+    """Subtract the mean of the other samples' values from each; zeros if there are no others."""
     values_G = np.split(values, np.cumsum(sizes_G)[:-1])
     total, count = sum(v.sum() for v in values_G), len(values)
 
@@ -189,8 +185,9 @@ def _compute_by_pool(
 
 
 def _split(values: np.ndarray, lengths_G: Sequence[int], *, by_token: bool) -> list[np.ndarray]:
-    """Return [G][C] advantages of the tokens from those of tokens, or of all samples that have
-    tokens.
+    """Return [G][C] advantages of tokens.
+
+    `values` are those of the tokens, or of all samples that have tokens.
     """
     if not by_token:
         # A sample without tokens has no value, so its length is left out here.

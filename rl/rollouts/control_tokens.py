@@ -69,8 +69,9 @@ def list_special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def list_tokens_in(tokenizer: Any, text: str) -> dict[str, int]:
-    """Return the ids of the added tokens in a template's text, by text; marks of thoughts and words
-    are left out.
+    """Return the ids of the added tokens in a template's text, by text.
+
+    Marks of thoughts and words are left out.
     """
     candidates: dict[str, int] = {}
     for token_id, (token, special) in list_added_tokens(tokenizer).items():
@@ -88,8 +89,9 @@ def list_tokens_in(tokenizer: Any, text: str) -> dict[str, int]:
 def end_tokens(
     tokenizer: Any, *, end_token_id: int, stop_token_ids: Iterable[int]
 ) -> dict[str, int]:
-    """Return the ids of the tokens that begin, end and pad texts, and of special ones that end
-    replies, by text.
+    """Return the ids of the tokens that begin, end and pad texts, by text.
+
+    Special tokens that end replies are among them.
 
     A stop token that closes a part of the reply (`</answer>`) is left out: without that token, the
     part has no end.
@@ -153,8 +155,9 @@ class ControlTokens:
         return token
 
     def encode(self, fragments: Sequence[Fragment]) -> list[int]:
-        """Return the tokens of a text in which only the template's own fragments may contain these
-        tokens.
+        """Return the tokens of a text.
+
+        Only the template's own fragments may contain the tokens of this object.
 
         Raises:
             RefusedMessageError: the tokenizer has no other way to write a token's text.
@@ -214,9 +217,7 @@ class ControlTokens:
         return self._stand_ins[token]
 
     def _open_copy(self) -> Any:
-        """Return a copy of the tokenizer to which the texts of these tokens are ordinary
-        characters.
-        """
+        """Return a copy of the tokenizer to which these tokens' texts are ordinary characters."""
         if self._copy is None:
             from tokenizers import Tokenizer
 
@@ -249,8 +250,7 @@ def split_rendering(
     render: Callable[[Sequence[Message]], str],
     control: ControlTokens,
 ) -> list[Fragment]:
-    """Return the fragments of a rendered conversation, with everything apart that could bring in a
-    token.
+    """Return a rendered conversation, with everything apart that could bring in a token.
 
     Raises:
         RefusedMessageError: the template changes such a message, so that it cannot be found again.
@@ -330,9 +330,7 @@ def _split_at_tokens(
     render: Callable[[Sequence[Message]], str],
     control: ControlTokens,
 ) -> list[Fragment]:
-    """Return the fragments of a rendered conversation in which the text of each token in a message
-    is one.
-    """
+    """Return a rendered conversation, with the text of each token in a message apart."""
     nonce = secrets.token_hex(8)
     tokens: list[str] = []
     marked = []
@@ -351,9 +349,7 @@ def _split_at_tokens(
 
 
 def _find_content(text: str, content: str, *, after: str, position: int) -> str:
-    """Return a message as the template wrote it at `position`, or the message itself if the
-    template changed it.
-    """
+    """Return a message as the template wrote it at `position`, or as it is if that changed it."""
     for trim in TRIMMED:
         if text.startswith(trim(content) + after, position):
             return trim(content)

@@ -108,8 +108,9 @@ class EnvironmentThread:
 
 
 async def _guard(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    """Await `function()`; raise RuntimeError for errors that would end the episode or the event
-    loop.
+    """Await `function()`.
+
+    Raises RuntimeError for errors that would end the episode or the event loop.
     """
     try:
         return await function()
@@ -125,9 +126,7 @@ async def _guard(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
 async def _run_with_timer(
     coroutine: Coroutine[Any, Any, ResultT], timer: asyncio.Timeout
 ) -> ResultT:
-    """Await a coroutine within a time limit, without the cost of a timer if it has nothing to wait
-    for.
-    """
+    """Await a coroutine within a time limit; one that does not wait costs no timer."""
     # The first step by hand: a coroutine that returns at once never reaches the event loop.
     try:
         waits_for = coroutine.send(None)
@@ -155,8 +154,9 @@ def _continue(coroutine: Coroutine[Any, Any, Any], waits_for: Any) -> Generator[
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class EnvironmentCalls:
-    """Calls of one opened environment with a time limit, in the environment thread unless it
-    `runs_inline`.
+    """Calls of one opened environment with a time limit.
+
+    They run in the environment thread, unless the environment `runs_inline`.
     """
 
     environment: Environment
@@ -247,8 +247,9 @@ class Environments:
     async def opened(
         self, problems: Iterable[Problem], *, num: int = 1
     ) -> AsyncIterator[list[list[EnvironmentCalls]]]:
-        """Make and open `num` environments of each problem; close them at the end, where errors are
-        only logged.
+        """Make and open `num` environments of each problem, and close them at the end.
+
+        Errors of closing are only logged.
 
         Raises ValueError with the problem if one cannot be made, or does not open as the others of
         its problem.
@@ -298,9 +299,7 @@ class Environments:
 
 
 def _check_distinct(group: Sequence[EnvironmentCalls]) -> None:
-    """Raise ValueError if episodes share an environment that keeps a state; one of a single turn
-    has none.
-    """
+    """Raise ValueError if episodes share an environment that keeps a state."""
     environments = {id(calls.environment) for calls in group}
     if len(environments) == len(group) or all(calls.ends_at_once for calls in group):
         return
@@ -311,8 +310,9 @@ def _check_distinct(group: Sequence[EnvironmentCalls]) -> None:
 
 
 def _check_observation(observation: Any) -> Observation:
-    """Return an observation with numbers as floats; raise TypeError or ValueError for an invalid
-    field.
+    """Return an observation with numbers as floats.
+
+    Raises TypeError or ValueError for an invalid field.
     """
     if not isinstance(observation, Observation):
         raise TypeError(f"`step` returned {shown(observation)}, which is not an Observation")

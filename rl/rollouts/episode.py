@@ -207,8 +207,9 @@ class Episodes:
             )
 
     def _render_continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
-        """Return the next turn's prompt tokens; raise EnvironmentFailedError if the messages cannot
-        be rendered.
+        """Return the next turn's prompt tokens.
+
+        Raises EnvironmentFailedError if the messages cannot be rendered.
         """
         try:
             return self.renderer.continuation(messages, after=after)
@@ -263,8 +264,9 @@ def _turn_seed(seed: int | None, problem: Problem, sample: int, *, turn: int) ->
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Return the results in order; after an error or a cancellation cancel all, and wait until they
-    have ended.
+    """Return the results in order.
+
+    After an error or a cancellation, cancel all and wait until they have ended.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

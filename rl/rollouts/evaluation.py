@@ -66,8 +66,9 @@ class EvaluatedSet:
         return failures
 
     def iterate_sampled_correct(self) -> Iterator[tuple[str, list[bool]]]:
-        """Yield each problem's id with the correctness of its sampled replies, without failed
-        ones.
+        """Yield each problem's id and the correctness of its sampled replies.
+
+        Failed ones are left out.
         """
         for group in self.sampled:
             correct_G = [score.correct for _, score in group if score.failure is None]
@@ -112,8 +113,9 @@ class EvaluationResult:
         return merged
 
     def pass_rates(self) -> dict[str, float]:
-        """Return the share of right replies among each problem's sampled ones, by id, without
-        failed ones.
+        """Return the share of right replies among each problem's sampled ones, by id.
+
+        Failed ones are left out.
         """
         rates = {}
         for done in self.sets:
@@ -141,8 +143,9 @@ class Evaluator:
         return sum(map(len, self.sets.values()))
 
     async def run(self) -> EvaluationResult:
-        """Evaluate the weights that the generator has now; raise RunError if too many rollouts have
-        no score.
+        """Evaluate the weights that the generator has now.
+
+        Raises RunError if too many rollouts have no score.
         """
         # Greedy replies need no seed; sampled ones get the same at every evaluation, so that two
         # evaluations differ by their weights alone.
@@ -167,8 +170,9 @@ class Evaluator:
     async def _score(
         self, name: str, problems: Sequence[Problem], sampling: SamplingParams
     ) -> list[list[tuple[Rollout, Score]]]:
-        """Return the [P][G] rollouts of a set with their scores; raise RunError if too many
-        failed.
+        """Return the [P][G] rollouts of a set with their scores.
+
+        Raises RunError if too many failed.
         """
         # No session, which would send all requests to one generator.
         groups = await self.episodes.run(problems, sampling=sampling)
@@ -213,8 +217,9 @@ def _pass_metrics(correct_G: Sequence[bool]) -> dict[str, Metric]:
 
 
 def score_metrics(scores: Sequence[Score], *, prefix: str = "reward") -> dict[str, Metric]:
-    """Return the unweighted mean `<prefix>/<name>` of each reward function, and counts of bad
-    scores.
+    """Return the mean `<prefix>/<name>` of each reward function, and counts of bad scores.
+
+    Means are unweighted.
 
     A function that has the name of another metric is reported as `function_<name>`. All scores of a
     step must be passed at once: the environment's part, missing where it is 0, is averaged over all

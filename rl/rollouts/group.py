@@ -64,8 +64,9 @@ class Group:
 def check_failures(
     failures: Sequence[str], *, num_scored: int, out_of: int, max_share: float, where: str
 ) -> None:
-    """Raise RunError with the first failure if the failures are more than `max_share` of `out_of`
-    rewards.
+    """Raise RunError if the failures are more than `max_share` of `out_of` rewards.
+
+    The error has the first failure.
     """
     # Compare the quotient, because 0.29 * 100 is less than 29.
     if failures and len(failures) / out_of > max_share:
@@ -121,8 +122,9 @@ class RolloutWorker:
     scoring: BusyClock = field(default_factory=BusyClock)
 
     async def run(self, number: int, problem: Problem) -> Group:
-        """Draw and score one group; the result depends only on its number, the run's seed and the
-        weights.
+        """Draw and score one group.
+
+        The result depends only on its number, the run's seed and the weights.
         """
         # The seeds of two runs do not meet in their first million groups.
         sampling = replace(self.sampling, seed=self.seed * 1_000_003 + number)
@@ -144,8 +146,9 @@ class RolloutWorker:
         return Group(number=number, rollouts=rollouts, scores=scores, generated_at=generated_at)
 
     def _add_overlong(self, rollout: Rollout, score: Score) -> Score:
-        """Add the overlong punishment of the last reply; one that ran out of tokens counts as one
-        at the limit.
+        """Add the overlong punishment of the last reply.
+
+        A reply that ran out of tokens counts as one at the limit.
         """
         if not self.overlong.enable:
             return score

@@ -1,5 +1,6 @@
-"""A language model as a judge: a reward function that asks a server for a grade; docs/rewards.md
-has an example.
+"""A language model as a judge: a reward function that asks a server for a grade.
+
+docs/rewards.md has an example.
 
 Any server with OpenAI's chat completions API will do, such as `vllm serve`.
 """
@@ -74,9 +75,7 @@ class Grade(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberGrade:
-    """Grade that is the last number the pattern finds, from `lowest` to `highest`, mapped to
-    0..1.
-    """
+    """The last number that the pattern finds, from `lowest` to `highest`, mapped to 0..1."""
 
     lowest: float = 0.0
     highest: float = 10.0
@@ -109,9 +108,7 @@ class NumberGrade:
 
 
 def _check_has_group(pattern: str) -> None:
-    """Raise ValueError for a pattern that is invalid, or that does not say which part of a match is
-    the grade.
-    """
+    """Raise ValueError for a pattern that is invalid, or that has no group for the grade."""
     try:
         num_groups = re.compile(pattern).groups
     except re.error as error:
@@ -121,8 +118,9 @@ def _check_has_group(pattern: str) -> None:
 
 
 def _parse_number(written: str) -> float:
-    """Return the number, whatever its sign and separators are (`rl.utils.numbers`); ValueError for
-    another text.
+    """Return the number, whatever its sign and separators are (`rl.utils.numbers`).
+
+    Raises ValueError for another text.
     """
     if not re.fullmatch(rf"[-+]?{MAGNITUDE}", written.strip()):
         raise ValueError(f"{written!r} is not a number alone")
@@ -317,8 +315,9 @@ class Judge:
 
 @functools.lru_cache(maxsize=16)
 def _get_client(loop: asyncio.AbstractEventLoop, **settings: Any) -> openai.AsyncOpenAI:
-    """Return the client of an event loop, to which its connections belong; it reaches this machine
-    without a proxy.
+    """Return the client of an event loop, to which its connections belong.
+
+    It reaches this machine without a proxy.
 
     openai's own HTTP client would fail later, when it is deleted, if the proxy's address is not
     valid.

@@ -113,8 +113,9 @@ class PackedBatch:
         return [*self.lengths, *self.padding]
 
     def scatter(self, values_T: np.ndarray) -> dict[int, np.ndarray]:
-        """Split values per token into one [L + 1] array for each sample, by its index; entry 0 is
-        0.
+        """Split values per token into one [L + 1] array for each sample, by its index.
+
+        Entry 0 is 0.
 
         Values of shape [T, K] become [L + 1, K].
         """
@@ -215,8 +216,7 @@ def plan_micro_batches(
     num_ranks: int,
     max_sequences: int | None = None,
 ) -> list[list[list[int]]]:
-    """Return [R][M] lists of sample indices: tokens balanced over ranks, then packed tightly in
-    each.
+    """Return [R][M] lists of sample indices: balanced over ranks, then packed tightly.
 
     Samples are assigned longest first, each to the rank with the fewest tokens so far. Within a
     rank, too, longer samples come first, into the first micro-batch with room; so a micro-batch
@@ -442,8 +442,9 @@ def _list_rows(piece: Piece) -> tuple[slice, ...]:
 
 
 def count_shareable(sample: TrainingSample) -> int:
-    """Return the number of first inputs whose targets are not trained on; 0 for a sample with own
-    targets.
+    """Return the number of first inputs whose targets are not trained on.
+
+    0 for a sample with targets of its own.
     """
     if sample.targets is not None:
         return 0

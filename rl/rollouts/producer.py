@@ -98,8 +98,9 @@ class Batch:
 
 @dataclass(kw_only=True, eq=False)
 class RolloutProducer:
-    """Runs as many groups concurrently as the bound allows; its collaborators belong to it
-    alone.
+    """Runs as many groups concurrently as the bound allows.
+
+    Its collaborators belong to it alone.
     """
 
     bound: StalenessBound
@@ -133,9 +134,7 @@ class RolloutProducer:
         self._changed = asyncio.Event()
 
     def serve(self, step: int) -> None:
-        """Record that every generator has the weights after `step`, and start the groups that now
-        may.
-        """
+        """Record that every generator has the weights after `step`, and start groups."""
         self.bound.serve(step)
         self._start_groups()
 
@@ -174,8 +173,9 @@ class RolloutProducer:
         return batch
 
     def unused(self) -> Batch:
-        """Return the groups that finished or were dropped since the last batch, to explain an
-        error.
+        """Return the groups that finished or were dropped since the last batch.
+
+        They explain an error.
         """
         groups = [self._finished[n] for n in sorted(self._finished)]
         return Batch(groups=groups, dropped=_sort_by_number(self._dropped))
@@ -227,8 +227,9 @@ class RolloutProducer:
             self.fail(error)
 
     def _record(self, group: Group) -> None:
-        """Keep or drop a finished group; raise RunError if too many rewards failed or too many
-        groups are dropped.
+        """Keep or drop a finished group.
+
+        Raises RunError if too many rewards failed or too many groups are dropped.
         """
         self._finished[group.number] = group
         self._num_scored += len(group.scores)

@@ -124,8 +124,9 @@ class Renderer:
         """Prompt that was asked for last, and the thought that it opened."""
 
     def opening(self, messages: Sequence[Message]) -> np.ndarray:
-        """Return [N] int32: the messages, with a system message, up to the beginning of the
-        reply.
+        """Return [N] int32: the messages up to the beginning of the reply.
+
+        A system message comes first, if there is one.
         """
         if not messages:
             raise ValueError(
@@ -193,9 +194,7 @@ class Renderer:
     def _encode_messages(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
     ) -> np.ndarray:
-        """Return [N] int32: the tokens of rendered messages, of which none brings in a special
-        token.
-        """
+        """Return [N] int32: the tokens of rendered messages, none with a special token."""
         token = self._control.find_first("".join(m.content for m in messages))
         if token is None:
             return self.encode(render(messages))

@@ -1,5 +1,6 @@
-"""Parts of a reply: thoughts, tool calls and other text. Every reader of replies takes them from
-here.
+"""Parts of a reply: thoughts, tool calls and other text.
+
+Every reader of replies takes them from here.
 
     <think>47 is 4 and 7.</think>It is 11. <tool_call>{"name": "add", "arguments": {}}</tool_call>
     thought                      text      call
@@ -69,16 +70,12 @@ def split_reply(text: str) -> tuple[ReplyPart, ...]:
 
 
 def answer_part(text: str) -> str:
-    """Return the reply after its last thought, stripped; the empty string if a thought is never
-    closed.
-    """
+    """Return the reply after its last thought, stripped; empty if a thought is never closed."""
     return join_answer(split_reply(text))
 
 
 def join_answer(parts: Sequence[ReplyPart]) -> str:
-    """Return the text of the parts after the last thought, stripped; empty if a thought is never
-    closed.
-    """
+    """Return the text after the last thought, stripped; empty if a thought is never closed."""
     answer = ""
     for part in parts:
         # Nothing follows a thought that is open.
@@ -92,16 +89,18 @@ def is_thought_open(text: str) -> bool:
 
 
 def find_opened_thought(prompt: str) -> str:
-    """Return the opening mark at the end of a prompt, with the white space after it; empty if there
-    is none.
+    """Return the opening mark at the end of a prompt, with the white space after it.
+
+    Empty if there is none.
     """
     opened = _OPENED.search(prompt)
     return "" if opened is None else opened.group()
 
 
 def find_open_thought(text: str) -> str:
-    """Return the end of a text from the mark of its open thought on; empty if no thought is
-    open.
+    """Return the end of a text from the mark of its open thought on.
+
+    Empty if no thought is open.
     """
     parts = split_reply(text)
     if not parts or parts[-1].is_closed:
@@ -114,8 +113,9 @@ def find_open_thought(text: str) -> str:
 
 
 def continue_thought(reply: str, opened: str) -> str:
-    """Return what a model writes after a prompt that ends in `opened`, so that both together are
-    the reply.
+    """Return what a model writes after a prompt that ends in `opened`.
+
+    Both together are the reply.
 
     `opened` begins with the mark of a thought. A reply without any thought first closes the one
     that the prompt opened.
@@ -229,8 +229,9 @@ def _read_call(
 
 
 def _decode(text: str, start: int) -> tuple[Any, int, str]:
-    """Return the JSON value at `start`, its end, and what is wrong with it; an invalid one ends
-    where it begins.
+    """Return the JSON value at `start`, its end, and what is wrong with it.
+
+    An invalid value ends where it begins.
     """
     value, end = None, start
     # Written once more: a lone half of a surrogate pair is valid JSON, but no text of any file.

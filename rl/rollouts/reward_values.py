@@ -1,6 +1,4 @@
-"""Numbers that reward functions and environments give: what counts as a number, and how large a
-reward may be.
-"""
+"""Numbers that reward functions and environments give, and how large a reward may be."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ _TEXTS = (str, bytes, bytearray)
 
 
 def to_number(value: Any) -> float:
-    """Return a number, or the only element of an array or tensor, as a float, which may be infinite
-    or NaN.
+    """Return a number, or the only element of an array or tensor, as a float.
+
+    The float may be infinite or NaN.
 
     Raises:
         TypeError: the value is no number.

@@ -1,5 +1,4 @@
-"""Sync reward functions in a process of their own, with time limits that always hold; async ones
-beside it.
+"""Sync reward functions in a process of their own, and async ones beside it.
 
 A sync function is foreign code: it may loop forever, start processes, or end its own. Whatever it
 does, only its own call fails; a process that hangs is killed, and the next call starts another.
@@ -57,9 +56,7 @@ T = TypeVar("T")
 
 
 class ProcessEndedError(Exception):
-    """The reward process ended, or was killed because it did not answer in time (exit code
-    None).
-    """
+    """The reward process ended, or did not answer in time and was killed (exit code None)."""
 
     def __init__(self, *, exit_code: int | None) -> None:
         super().__init__(f"the reward process ended (exit code {exit_code})")
@@ -107,16 +104,16 @@ class RewardProcess:
         self._closed = False
 
     async def start(self) -> None:
-        """Start the process now rather than at the first score; idempotent. Raises as `score`
-        does.
+        """Start the process now rather than at the first score.
+
+        Idempotent; raises as `score` does.
         """
         await self._run_in_thread(self._start)
 
     async def score(
         self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False
     ) -> list[list[Score]]:
-        """Return a score for each rollout, in order; a call that takes too long gives a failed
-        score.
+        """Return a score for each rollout, in order; a call that takes too long fails.
 
         `alone` as in `rl.protocols.Rewarder`. Raises RunError if the process cannot load the rubric
         or was closed, TimeoutError if it did not start within `start_timeout_s`.
@@ -179,7 +176,8 @@ class RewardProcess:
         try:
             refusal = self._receive(self._start_timeout_s)
         except ProcessEndedError as error:
-            if (code := error.exit_code) is None:
+            code = error.exit_code
+            if code is None:
                 limit = f"{self._start_timeout_s:g} s (reward.start_timeout_s)"
                 raise TimeoutError(f"the reward process did not start within {limit}") from None
             how = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
@@ -191,8 +189,9 @@ class RewardProcess:
             raise RunError(f"the reward process cannot load the rubric: {refusal}")
 
     def _receive(self, limit_s: float) -> Any:
-        """Return the next message of the process; raise ProcessEndedError if there is none within
-        `limit_s`.
+        """Return the next message of the process.
+
+        Raises ProcessEndedError if there is none within `limit_s`.
         """
         process, link = self.process, self._link
         assert process is not None
@@ -216,9 +215,7 @@ class RewardProcess:
         raise ProcessEndedError(exit_code=None if is_late else process.exitcode)
 
     def _end(self) -> None:
-        """End the process and all that it started, if there is one, and wait until they are
-        gone.
-        """
+        """End the process and all that it started, if there is one, and wait for the end."""
         if self.process is not None:
             self.process.terminate()
             self.process.join(END_S)
@@ -230,8 +227,9 @@ class RewardProcess:
             self._link = None
 
     def _make_calls(self, calls: Sequence[RubricCall]) -> list[CallResult]:
-        """Make sync calls one after another; after one that ends the process, the others go to the
-        next process.
+        """Make sync calls one after another.
+
+        After one that ends the process, the others go to the next process.
         """
         results: list[CallResult] = []
         while len(results) < len(calls):
@@ -257,8 +255,9 @@ class RewardProcess:
 
 
 def check_sendable(rubric: Rubric, *, to_actors: bool = False) -> bytes:
-    """Return a pickled rubric; raise RunError for functions that a reward process could not find by
-    name.
+    """Return a pickled rubric.
+
+    Raises RunError for functions that a reward process could not find by name.
 
     Actors, unlike a process of this one, do not have the script that was started.
     """

@@ -72,8 +72,9 @@ class Criterion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupCriterion:
-    """A reward function of all rollouts of a problem, [G] rollouts to [G] numbers; otherwise like
-    `Criterion`.
+    """A reward function of all rollouts of a problem: [G] rollouts to [G] numbers.
+
+    Otherwise like `Criterion`.
 
     Rollouts whose environment failed are left out and get no score.
     """
@@ -251,9 +252,7 @@ class Rubric:
         return calls
 
     def make_slots(self, most: int) -> Slots:
-        """Return semaphores of `most` concurrent calls of each function, or its own
-        `max_concurrency`.
-        """
+        """Return a semaphore for each function, of `most` calls or its own `max_concurrency`."""
         slots = {}
         for c in self.criteria:
             slots[c.name] = asyncio.Semaphore(getattr(c.function, "max_concurrency", most))
@@ -367,9 +366,7 @@ class Rubric:
         return [self._score(rollout, by_place[place]) for place, rollout in enumerate(group)]
 
     def _score(self, rollout: Rollout, results: Sequence[tuple[CallResult, int]]) -> Score:
-        """Return one score; `results` are pairs of a call's result and the rollout's index in that
-        call.
-        """
+        """Return one score from pairs of a call's result and the rollout's index in that call."""
         if rollout.failure is not None:
             return make_failed_score(rollout.failure, rollout=rollout)
 
@@ -414,8 +411,9 @@ class Rubric:
         return score
 
     async def score_group(self, group: Sequence[Rollout], *, alone: bool = False) -> list[Score]:
-        """Score a problem's rollouts in this process, without a time limit; `alone` as in
-        `list_calls`.
+        """Score a problem's rollouts in this process, without a time limit.
+
+        `alone` as in `list_calls`.
         """
         calls, slots = self.list_calls(group, alone=alone), self.make_slots(MAX_CONCURRENCY)
         waiting = [self.compute_result(call, slots=slots) for call in calls]

@@ -36,8 +36,7 @@ class TokenSpan:
 def policy_sample(
     rollout: Rollout, *, advantages_C: np.ndarray, temperature: float
 ) -> TrainingSample:
-    """Return the rollout's tokens with a mask over those that the model produced, each with its
-    advantage.
+    """Return the rollout's tokens; those of the model are trained on, with their advantages.
 
     Raises ValueError as `policy_samples`.
     """
@@ -140,9 +139,7 @@ def demonstration_sample(prompt_T: np.ndarray, completion_C: np.ndarray) -> Trai
 
 
 def make_demonstrated_completion(token_ids_C: np.ndarray) -> Completion:
-    """Return a reply as a completion that no policy sampled: its logprobs are NaN, its versions
-    -1.
-    """
+    """Return a reply as a completion that no policy sampled: logprobs NaN, versions -1."""
     return Completion(
         token_ids=token_ids_C,
         logprobs=np.full(len(token_ids_C), np.nan, dtype=np.float32),
@@ -164,8 +161,9 @@ def cut(sample: TrainingSample, *, max_tokens: int) -> TrainingSample:
 async def demonstrated(
     problem: Problem, environments: Environments, *, renderer: Renderer
 ) -> TrainingSample:
-    """Return the conversation of `demonstrated_rollout` as a sample with advantage one; raises as
-    that does.
+    """Return the conversation of `demonstrated_rollout` as a sample with advantage one.
+
+    Raises as that does.
     """
     rollout = await demonstrated_rollout(problem, environments, renderer=renderer)
     return policy_sample(

@@ -29,9 +29,7 @@ from rl.utils.errors import RunError
 
 
 class StalePolicyError(RunError):
-    """A token is older than the bound allows, or comes from weights that no generator should
-    have.
-    """
+    """A token is older than the bound allows, or of weights that no generator should have."""
 
 
 class StalenessBound:
@@ -40,9 +38,7 @@ class StalenessBound:
     def __init__(
         self, *, max_off_policy_steps: int, groups_per_batch: int, num_steps: int, step: int = 0
     ) -> None:
-        """Bound a run of `num_steps` steps that take `groups_per_batch` groups each; `step` are
-        done.
-        """
+        """Bound a run of `num_steps` steps of `groups_per_batch` groups; `step` are done."""
         self.max_off_policy_steps = max_off_policy_steps
         self.groups_per_batch = groups_per_batch
         self.num_steps = num_steps
@@ -63,9 +59,7 @@ class StalenessBound:
         return tuple(sorted(self._last_steps))
 
     def may_start(self) -> bool:
-        """Return True if one more group fits into a step that the bound allows, up to the last
-        step.
-        """
+        """Return True if one more group fits into a step that the bound allows, up to the last."""
         # Invariant (C) for e = last_step; it holds for earlier e, to which no group is added.
         last_step = min(self.served + self.max_off_policy_steps + 1, self.num_steps)
         return len(self._last_steps) < (last_step - self.num_taken) * self.groups_per_batch
@@ -93,8 +87,7 @@ class StalenessBound:
         self.served = step
 
     def take(self) -> list[int] | None:
-        """Return the groups of the next step in the order they were started, or None if it has to
-        wait.
+        """Return the groups of the next step in the order of their start; None if it has to wait.
 
         The step waits for more groups to finish, or for an unfinished one that no later step could
         take in time.
@@ -134,8 +127,9 @@ def off_policy_steps(
     step_of_version: Mapping[int, int],
     max_off_policy_steps: int,
 ) -> np.ndarray:
-    """Return [tokens of all scored rollouts] int64: steps between the weights that drew a token and
-    `step`'s.
+    """Return [tokens of all scored rollouts] int64: how many steps each is off-policy.
+
+    The steps between the weights that drew a token and those that `step` trains.
 
     Args:
         step_of_version: the step after which each policy version was published.

@@ -1,5 +1,6 @@
-"""Templates, which turn messages into text that only grows: raw text, ChatML, or the tokenizer's
-own.
+"""Templates, which turn messages into text that only grows.
+
+Raw text, ChatML, or the tokenizer's own.
 """
 
 from __future__ import annotations
@@ -194,9 +195,7 @@ class TokenizerTemplate:
             ) from error
 
     def _render_after_reply(self, messages: Sequence[Message], *, opens_reply: bool = True) -> str:
-        """Return the text after the first occurrence of `REPLIED`: only later text may repeat
-        it.
-        """
+        """Return the text after the first `REPLIED`: only later text may repeat it."""
         return self._render(messages, opens_reply=opens_reply).partition(REPLIED.content)[2]
 
     def _find_framing(self, messages: Sequence[Message]) -> str:
@@ -211,9 +210,7 @@ class TokenizerTemplate:
         return text
 
     def _find_end_of_turn(self, stop_token_ids: tuple[int, ...]) -> str:
-        """Return the token after a reply, at which the text on its two sides is tokenized
-        independently.
-        """
+        """Return the token after a reply, on whose two sides text is tokenized independently."""
         follows = self._render_after_reply([ASKED, REPLIED, ASKED_AGAIN])
         first = self._encode(follows)[:1]
         token = str(self.tokenizer.convert_ids_to_tokens(first)[0]) if first else ""

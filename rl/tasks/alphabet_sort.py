@@ -27,9 +27,7 @@ INSTRUCTION = (
 
 
 class AlphabetSort(GeneratedTask):
-    """Task of several turns, each of which gives an equal share of the reward for the right
-    list.
-    """
+    """Task of several turns, each with an equal share of the reward for the right list."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
@@ -116,8 +114,9 @@ class AlphabetSort(GeneratedTask):
         return (Criterion(name="turns", function=self.reward),)
 
     def reward(self, rollout: Rollout) -> float:
-        """Return the share of turns with the right list; one that was cut off is not known to be
-        the whole list.
+        """Return the share of turns with the right list.
+
+        A reply that was cut off is not known to be the whole list.
         """
         answers = rollout.prompt.problem.info["answers"]
         num_right = 0

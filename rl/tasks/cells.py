@@ -1,5 +1,4 @@
-"""Values of a row's columns, checked by what the column is for; a ValueError names column and
-value.
+"""Values of a row's columns, checked by their use; a ValueError names column and value.
 
 Values come from JSON and CSV files as they are written (`rl.tasks.rows`), or with the types of a
 Parquet file.

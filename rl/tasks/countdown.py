@@ -137,9 +137,7 @@ def parse_expression(rollout: Rollout) -> str:
 
 
 def uses_the_numbers(rollout: Rollout) -> float:
-    """Return 1 for a valid expression that uses each given number at most as often as it is
-    given.
-    """
+    """Return 1 for a valid expression that uses no number more often than it is given."""
     text = parse_expression(rollout)
     # Counters compare how often each number is used with how often it is given.
     used = Counter(map(int, re.findall(r"[0-9]+", text)))
@@ -149,8 +147,9 @@ def uses_the_numbers(rollout: Rollout) -> float:
 
 
 def evaluate(text: str) -> Fraction | None:
-    """Return the exact value of an expression of whole numbers with + - * / and parentheses, or
-    None.
+    """Return the exact value of an expression of whole numbers, or None.
+
+    Valid are + - * / and parentheses.
     """
     try:
         return _evaluate_node(ast.parse(text, mode="eval").body)

@@ -33,8 +33,9 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def import_for_tasks(module: str, *, needed_by: str) -> ModuleType:
-    """Import a module of the optional group `tasks`; a missing package is a ValueError that says
-    how to install it.
+    """Import a module of the optional group `tasks`.
+
+    A missing package is a ValueError that says how to install it.
     """
     try:
         return importlib.import_module(module)
@@ -70,9 +71,7 @@ def decode_settings(settings: Mapping[str, Any], *, name: str = "settings") -> d
 
 
 class TypedRows:
-    """Rows of a Parquet file or a saved `datasets.Dataset`, with the types that they were written
-    with.
-    """
+    """Rows of a Parquet file or a saved `datasets.Dataset`, with their types."""
 
     def __init__(self, table: Any) -> None:
         self.table = table
@@ -96,8 +95,9 @@ class TypedRows:
         return map(self._convert_narrow, self.table)
 
     def _convert_narrow(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the row with 0.1 where a narrow column has 0.1, which is 0.10000000149 as a Python
-        float.
+        """Return the row with 0.1 where a narrow column has 0.1.
+
+        As a Python float, that is 0.10000000149.
         """
         if not self._narrow:
             return values
@@ -230,8 +230,9 @@ class ListedProblems:
 
 
 class ProblemsByNumber:
-    """Endless problems, each a function of its number; so a run can continue at any number without
-    a replay.
+    """Endless problems, each a function of its number.
+
+    So a run can continue at any number without a replay.
     """
 
     def __init__(
@@ -292,8 +293,9 @@ def shuffle_problems(
 
 @dataclass(kw_only=True, slots=True)
 class DifficultyFilter:
-    """Keeps training rows without a pass rate, the share of solved attempts, or with one within
-    bounds.
+    """Keeps training rows whose pass rate is within bounds, or that have none.
+
+    The pass rate is the share of solved attempts.
     """
 
     column: str | None = None
@@ -314,15 +316,17 @@ class DifficultyFilter:
             )
 
     def is_within_bounds(self, rate: Any) -> bool:
-        """Return True if there is no rate, or if it is within the bounds; raises ValueError for an
-        invalid one.
+        """Return True if there is no rate, or if it is within the bounds.
+
+        Raises ValueError for an invalid one.
         """
         return rate is None or self.min <= _check_rate(rate) <= self.max
 
 
 def read_pass_rates(path: str) -> dict[str, float]:
-    """Read rates by problem id from JSON lines of `id` and `pass_rate`; ValueError names the file
-    and the line.
+    """Read rates by problem id from JSON lines of `id` and `pass_rate`.
+
+    A ValueError names the file and the line.
     """
     file = Path(path).expanduser()
     if not file.is_file():

@@ -104,8 +104,9 @@ class Columns:
 
 
 class DatasetTask(Configurable):
-    """Single-turn problems from JSON lines, JSON, Parquet or CSV files, or folders saved by
-    `datasets`.
+    """Single-turn problems from rows of local files.
+
+    Files are JSON lines, JSON, Parquet or CSV, or folders saved by `datasets`.
 
     Raises:
         ValueError: a file is missing or malformed, a column is missing, a row has no question, an
@@ -196,22 +197,23 @@ class DatasetTask(Configurable):
         return self._order(self._train, f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Return the training problems with a demonstration, in another order; ValueError if there
-        are none.
+        """Return the training problems with a demonstration, in another order.
+
+        Raises ValueError if there are none.
         """
         column = self.config.columns.demonstration
-        shown = []
+        demonstrated = []
         if column is not None:
             # By the problem, not by the cell: `convert` may add a demonstration, or drop it.
             for row in self._train:
                 if self._make_problem(row).demonstration:
-                    shown.append(row)
-        if not shown:
+                    demonstrated.append(row)
+        if not demonstrated:
             raise ValueError(
                 f"no training row has a demonstration: columns.demonstration={column!r} must name "
                 "the column of full replies; or run without warm-up (--warmup None)"
             )
-        return self._order(shown, f"warm-up {seed}")
+        return self._order(demonstrated, f"warm-up {seed}")
 
     def eval_sets(self) -> Mapping[str, Sequence[Problem]]:
         return self._evals
@@ -220,8 +222,9 @@ class DatasetTask(Configurable):
         return SingleTurn(problem=problem, system=problem.info.get("system", ""))
 
     def rubric(self, *, seed: int) -> Rubric:
-        """Give 1 for a reply that equals the answer, as a text or as a number, ignoring thoughts
-        and outer spaces.
+        """Give 1 for a reply that equals the answer, as a text or as a number.
+
+        Thoughts and outer spaces are ignored.
         """
         return Rubric(criteria=(Criterion(name="answer", function=is_correct),), correct=is_correct)
 
@@ -236,8 +239,7 @@ class DatasetTask(Configurable):
         )
 
     def _read(self, paths: Sequence[str], by_id: dict[str, Row], *, setting: str) -> list[Row]:
-        """Return every usable row of the files, and add all rows to those by the id of their
-        problem.
+        """Return every usable row of the files, and add all rows to `by_id`.
 
         A ValueError names the file and the row, or the column.
         """
@@ -287,8 +289,9 @@ class DatasetTask(Configurable):
         return replace(row, key=hash_content(question), digest=digest)
 
     def _make_problem(self, row: Row, values: Mapping[str, Any] | None = None) -> Problem:
-        """Return the problem of a row, whose values are read if not given; ValueError names file
-        and row.
+        """Return the problem of a row, whose values are read if not given.
+
+        A ValueError names file and row.
         """
         config, columns = self.config, self.config.columns
         with row.name_errors():
@@ -328,9 +331,7 @@ class DatasetTask(Configurable):
     def _split(
         self, train: list[Row], evals: dict[str, list[Row]]
     ) -> tuple[list[Row], dict[str, list[Row]]]:
-        """Return filtered training rows that no evaluation set contains, and the evaluation
-        sets.
-        """
+        """Return training rows that no evaluation set contains, and the evaluation sets."""
         config, num_read = self.config, len(train)
         if config.held_out:
             held_out = [row for row in train if is_held_out(row.key, share=config.held_out)]
@@ -369,8 +370,9 @@ class DatasetTask(Configurable):
         return train, chosen
 
     def _filter_by_difficulty(self, rows: list[Row], settings: DifficultyFilter) -> list[Row]:
-        """Return the rows that pass the filter; raise ValueError if the file of rates has none of
-        these problems.
+        """Return the rows that pass the filter.
+
+        Raises ValueError if the file of rates has none of these problems.
         """
         by_id = None if settings.file is None else read_pass_rates(settings.file)
         rows_within, num_rated = list[Row](), 0
@@ -394,8 +396,9 @@ class DatasetTask(Configurable):
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Return True for the answer's text, or for its number written in another way; not for a reply
-    that was cut off.
+    """Return True for the answer's text, or for its number written in another way.
+
+    Not for a reply that was cut off.
     """
     # A number that was cut off could have gone on: 12 of 123 is no answer.
     answer = complete_answer(rollout.turns[-1])

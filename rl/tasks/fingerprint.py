@@ -1,5 +1,4 @@
-"""Fingerprint of a task's training problems and evaluation sets, by which a checkpoint knows them
-again.
+"""Fingerprint of a task's training problems and evaluation sets, kept in checkpoints.
 
 A run continues at a number in the order of its problems. With other problems at the numbers before,
 it would train on some again and never on others, without a word.
@@ -31,15 +30,17 @@ def hash_problem(problem: Problem, *others: Any) -> str:
 
 
 def _describe(value: Any) -> str:
-    """Return an image or another object as text, without its address, which is another in each
-    process.
+    """Return an image or another object as text, without its address.
+
+    The address is another in each process.
     """
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
 
 
 def fingerprint_problems(task: Task, *, seed: int, block: int | None = None) -> ProblemsFingerprint:
-    """Return the fingerprint of a run's problems; `block` is that of a fingerprint to compare
-    with.
+    """Return the fingerprint of a run's problems.
+
+    `block` is that of a fingerprint to compare with.
     """
     problems = task.train_problems(seed=seed)
     listed = _get_listed(problems)
@@ -50,9 +51,9 @@ def fingerprint_problems(task: Task, *, seed: int, block: int | None = None) -> 
         order = listed.order
     else:
         # A generated task is a function of its config and the seed: its first problems tell it.
-        drawn = list(islice(problems, NUM_SAMPLED))
-        num = None if len(drawn) == NUM_SAMPLED else len(drawn)
-        digests = [hash_problem(problem) for problem in drawn]
+        first_problems = list(islice(problems, NUM_SAMPLED))
+        num = None if len(first_problems) == NUM_SAMPLED else len(first_problems)
+        digests = [hash_problem(problem) for problem in first_problems]
         order = f"drawn by seed {seed}"
     # A data set of millions of rows must not make its checkpoints large.
     block = block or max(1, -(-len(digests) // MAX_DIGESTS))

@@ -79,8 +79,9 @@ class GeneratedTask(Configurable):
         return SingleTurn(problem=problem)
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Return endless problems that are not held out, the same for a seed; ValueError if there
-        are none.
+        """Return endless problems that are not held out, the same for a seed.
+
+        Raises ValueError if there are none.
         """
         return self._not_held_out(self.draw, random.Random(f"train-{seed}"))
 
@@ -93,8 +94,8 @@ class GeneratedTask(Configurable):
     ) -> Iterator[Problem]:
         while True:
             # Lazy: a draw too many would change all problems that follow.
-            drawn = (draw(generator) for _ in range(MAX_DRAWS_PER_PROBLEM))
-            problem = next((p for p in drawn if not self.is_held_out(p)), None)
+            draws = (draw(generator) for _ in range(MAX_DRAWS_PER_PROBLEM))
+            problem = next((p for p in draws if not self.is_held_out(p)), None)
             if problem is None:
                 raise ValueError(
                     f"task: {MAX_DRAWS_PER_PROBLEM} problems in a row are held out; make the task "

@@ -113,9 +113,7 @@ class MathAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerInPlace:
-    """Reward function: 1 for a reply that was not cut off and has something in the answer's
-    place.
-    """
+    """Reward function: 1 for a whole reply that has something in the answer's place."""
 
     place: Place
 
@@ -126,8 +124,9 @@ class AnswerInPlace:
 
 @functools.lru_cache(maxsize=4096)
 def compare_answers(gold: str, answer: str, place: Place) -> bool | None:
-    """Compare two answers, by value if they are bare numbers, else with math-verify; None if it
-    cannot read the second.
+    """Compare two answers, by value if they are bare numbers, else with math-verify.
+
+    Returns None if math-verify cannot read the second.
 
     math-verify's own time limits use the main thread's alarm, so they are off: the time limit of
     the reward process ends a comparison that hangs.
@@ -161,16 +160,15 @@ def _is_readable(gold: str) -> bool:
 
 
 def _is_number_in_words(answer: str) -> bool:
-    """Return True for an answer such as "18 dollars."; of several numbers, math-verify would accept
-    any.
+    """Return True for an answer such as "18 dollars.".
+
+    Of several numbers, math-verify would accept any.
     """
     return _WORD.search(answer) is not None and len(find_numbers(answer)) == 1
 
 
 def _to_latex(text: str) -> str:
-    """Return the text with ASCII digits, and with powers and fractions of one character in
-    LaTeX.
-    """
+    """Return the text with ASCII digits, and one-character powers and fractions in LaTeX."""
 
     def write(symbol: re.Match[str]) -> str:
         if symbol[0] in _POWERS:

@@ -92,8 +92,9 @@ class ReasoningGym(Configurable):
         return self._draw(f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Return other training problems with their bare answers as demonstrations; ValueError if
-        there are none.
+        """Return other training problems with their bare answers as demonstrations.
+
+        Raises ValueError if there are none.
         """
         for problem in self._draw(f"warm-up {seed}"):
             if not problem.answer:
@@ -112,8 +113,9 @@ class ReasoningGym(Configurable):
         return SingleTurn(problem=problem, system=self.config.system)
 
     def rubric(self, *, seed: int) -> Rubric:
-        """Give the dataset's own score of the answer, 0 to 1, or random rewards; `seed` fixes
-        those.
+        """Give the dataset's own score of the answer, 0 to 1, or random rewards.
+
+        `seed` fixes those.
         """
         config = self.config
         grader = Grader(source=self._source, answer_in=config.answer_in)
@@ -175,8 +177,9 @@ class Source:
 
     @classmethod
     def load(cls, dataset: str, settings: Mapping[str, Any]) -> Source:
-        """Check names and values; raises ValueError for an unknown name or setting, or a refused
-        value.
+        """Check names and values.
+
+        Raises ValueError for an unknown name or setting, or a refused value.
         """
         import_for_tasks("reasoning_gym", needed_by=f"the dataset {dataset!r}")
         registered = import_for_tasks("reasoning_gym.factory", needed_by="reasoning-gym").DATASETS
@@ -247,8 +250,9 @@ class Grader:
 
 
 def _match_expected(answer: str, expected: Any) -> str:
-    """Return the expected answer if its only number has the value of `answer`; datasets compare
-    texts.
+    """Return the expected answer if its only number has the value of `answer`.
+
+    Datasets compare texts.
     """
     numbers = find_numbers(str(expected))
     return str(expected) if len(numbers) == 1 and same_answer(numbers[0], answer) else answer

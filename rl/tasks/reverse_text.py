@@ -75,8 +75,9 @@ class ReverseText(GeneratedTask):
 
 
 def similarity(rollout: Rollout) -> float:
-    """Return Ratcliff and Obershelp's similarity from 0 to 1: twice the matching letters over all
-    letters.
+    """Return Ratcliff and Obershelp's similarity, from 0 to 1.
+
+    Twice the matching letters over all letters.
     """
     answer = rollout.prompt.problem.answer
     return difflib.SequenceMatcher(None, answer_part(rollout.text), answer, autojunk=False).ratio()

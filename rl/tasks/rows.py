@@ -1,5 +1,4 @@
-"""Rows of JSON and CSV files as they are written: 72 stays 72, 72.0 stays 72.0, and 00501 stays
-00501.
+"""Rows of JSON and CSV files as they are written: 72.0 stays 72.0, 00501 stays 00501.
 
 A file is read once, line by line, into an Arrow copy with the JSON of each row, which is mapped
 into memory: the file may be larger than memory, any row can be read directly, and a change of the
@@ -57,8 +56,9 @@ class WrittenRow:
 
 
 class WrittenRows:
-    """Rows of a JSON or CSV file; numbers in them are `WrittenNumber`s. A pickle holds the path of
-    the copy.
+    """Rows of a JSON or CSV file; numbers in them are `WrittenNumber`s.
+
+    A pickle holds the path of the copy.
     """
 
     def __init__(self, copy: Path, columns: Sequence[str]) -> None:
@@ -138,8 +138,9 @@ def read_written_rows(path: Path, *, columns: Sequence[str], folder: Path) -> Wr
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """Return a JSON object, with its numbers as they are written; raise ValueError for anything
-    else.
+    """Return a JSON object, with its numbers as they are written.
+
+    Raises ValueError for anything else.
     """
     decoded = _DECODER.decode(text)
     if not isinstance(decoded, dict):
@@ -148,9 +149,7 @@ def read_object(text: str) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value of JSON with numbers in place of `WrittenNumber`s, as `json.loads` gives
-    it.
-    """
+    """Return a value of JSON as `json.loads` gives it, without `WrittenNumber`s."""
     if isinstance(value, WrittenNumber):
         return value.value
     if isinstance(value, list):
@@ -161,9 +160,9 @@ def to_plain(value: Any) -> Any:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) == len(pairs):
-        return made
+    result = dict(pairs)
+    if len(result) == len(pairs):
+        return result
     # Python would keep the last value of a name, without a word.
     names = [name for name, _ in pairs]
     twice = next(name for name in names if names.count(name) > 1)
@@ -236,9 +235,7 @@ def _name_line(line: int) -> Iterator[None]:
 
 
 def _read_json(file: Path, *, may_be_object: bool) -> Iterator[WrittenRow]:
-    """Return the rows of JSON lines, of a JSON array, or of the only array of objects in a JSON
-    object.
-    """
+    """Return the rows of JSON lines, of an array, or of an object's only array of objects."""
     if _is_document(file, may_be_object=may_be_object):
         yield from _read_document(file)
         return
@@ -286,8 +283,9 @@ def _check_end(text: str, place: int) -> None:
 
 
 def _begin_of_array(text: str, begin: int) -> int:
-    """Return where the only array of objects begins in the object that begins here, and is all of
-    the text.
+    """Return the place of the only array of objects in the object that begins here.
+
+    That object must be all of the text.
     """
     _, end = _DECODER.raw_decode(text, begin)  # the search may rely on an object that is whole
     _check_end(text, end)

@@ -123,8 +123,9 @@ def demonstrate(question: str, *, leave_out_last: bool = False) -> str:
 
 
 def parse_answer(text: str) -> str | None:
-    """Return the digits after an `[ANSWER]` that ends the reply, outside of thoughts; None if there
-    are none.
+    """Return the digits after an `[ANSWER]` that ends the reply, or None.
+
+    Thoughts are ignored.
     """
     match = ANSWER.search(answer_part(text))
     return match.group(1) if match else None

@@ -31,14 +31,13 @@ class Task(Protocol):
         ...
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Return endless problems with demonstrations for a supervised warm-up, disjoint from
-        `eval_sets`.
-        """
+        """Return endless problems with demonstrations for a warm-up, disjoint from `eval_sets`."""
         ...
 
     def eval_sets(self) -> Mapping[str, Sequence[Problem]]:
-        """Return fixed held-out sets by name, the same for every seed; a run's curve shows the
-        first.
+        """Return fixed held-out sets by name, the same for every seed.
+
+        A run's curve shows the first.
         """
         ...
 
@@ -53,8 +52,9 @@ class Task(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Solved:
-    """Correctness: True if a reward function gives at least `at`; a reply without an answer is
-    wrong.
+    """Correctness: True if a reward function gives at least `at`.
+
+    A reply without an answer is wrong.
     """
 
     reward: Callable[[Rollout], float]
@@ -111,8 +111,9 @@ def find_answer(text: str, place: Place, *, is_cut_off: bool = False) -> str | N
 
 
 def required_answer(rollout: Rollout, place: Place) -> str:
-    """Return the answer of the last reply; raise UnparsedAnswer if there is none, or only the
-    beginning of one.
+    """Return the answer of the last reply.
+
+    Raises UnparsedAnswer if there is none, or only the beginning of one.
     """
     cut_off = rollout.completion.is_cut_off
     answer = find_answer(rollout.text, place, is_cut_off=cut_off)

@@ -126,8 +126,9 @@ class Host:
         self._thread = 0
 
     async def start(self) -> None:
-        """Start the servers; idempotent. Raises EpisodeError if that fails, now or the first
-        time.
+        """Start the servers; idempotent.
+
+        Raises EpisodeError if that fails, now or the first time.
         """
         # Not in __init__, which runs outside of the environments' event loop.
         if self._ready is None:
@@ -180,8 +181,9 @@ class Host:
 
 
 class Episode:
-    """Environment that plays one rollout of verifiers, driven by relay's replies; it starts at the
-    first one.
+    """Environment that plays one rollout of verifiers, driven by relay's replies.
+
+    The rollout starts at the first reply.
 
     Args:
         task: a `verifiers.v1.Task`.
@@ -211,8 +213,9 @@ class Episode:
         return self._opening
 
     async def step(self, reply: Reply) -> Observation:
-        """Return the environment's answer to a reply; the last one has rewards among its
-        metrics.
+        """Return the environment's answer to a reply.
+
+        The last answer has rewards among its metrics.
         """
         if self._run is None:
             await self._host.start()
@@ -257,8 +260,9 @@ class Episode:
         return await answer
 
     def refuse(self, why: str) -> None:
-        """Raise EpisodeError, which verifiers turns into an error of the harness, and keep the
-        reason.
+        """Raise EpisodeError, which verifiers turns into an error of the harness.
+
+        The reason is kept.
         """
         self._refusal = why
         raise EpisodeError(why)
@@ -390,8 +394,9 @@ class ConversationConfig(HarnessConfig):
 
 
 class ConversationHarness(Harness[ConversationConfig]):
-    """Chat loop like verifiers' `null` harness: asks the model and runs tools until a reply calls
-    none.
+    """Chat loop like verifiers' `null` harness.
+
+    The loop asks the model and runs tools until a reply calls none.
     """
 
     APPENDS_SYSTEM_PROMPT = True

@@ -95,25 +95,25 @@ class VerifiersTask(Configurable):
         self._tasks: dict[str, Any] = {}
         train = self._read_problems(env, seat=seat, name=config.taskset)
         if config.eval_settings:
-            held = self._read_problems(eval_env, seat=seat, name=f"{config.taskset}/eval")
+            eval_problems = self._read_problems(eval_env, seat=seat, name=f"{config.taskset}/eval")
         else:
-            held = []
+            eval_problems = []
             for problem in train:
                 if is_held_out(hash_content(problem.question), share=config.held_out):
-                    held.append(problem)
+                    eval_problems.append(problem)
 
         # By the question, because rows of two splits may ask the same.
-        keys = [hash_content(problem.question) for problem in held]
+        keys = [hash_content(problem.question) for problem in eval_problems]
         evaluated = set(keys)
         self._train = []
         for problem in train:
             if hash_content(problem.question) not in evaluated:
                 self._train.append(problem)
-        self._eval = [held[i] for i in choose(keys, config.num_eval)]
+        self._eval = [eval_problems[i] for i in choose(keys, config.num_eval)]
         if not self._train or not self._eval:
             raise ValueError(
                 f"taskset={config.taskset!r}: {len(train)} rows leave {len(self._train)} to train "
-                f"on and {len(held)} to evaluate on (held_out={config.held_out}, "
+                f"on and {len(eval_problems)} to evaluate on (held_out={config.held_out}, "
                 f"eval_settings={config.eval_settings})"
             )
         # Imported here, because the bridge subclasses parts of verifiers, an optional package.
@@ -231,7 +231,8 @@ def _load_env(vf: ModuleType, config: VerifiersTask.Config, settings: Settings) 
             if declared.harness is None and not brings_harness:
                 own["harness"] = {"id": HARNESS_ID}
             given[name] = {**own, **given.get(name, {})}
-            if isinstance(client := given[name].get("client"), dict):
+            client = given[name].get("client")
+            if isinstance(client, dict):
                 client.setdefault("type", "eval")
         data = {"id": config.environment, "taskset": taskset, **given}
         return env_class(config_class.model_validate(data))
@@ -252,8 +253,9 @@ def _list_seats(vf: ModuleType, config_class: Any) -> list[str]:
 
 
 def _choose_seat(env: Any, config: VerifiersTask.Config) -> str:
-    """Return the trained agent; raises ValueError if it is ambiguous, or if other agents have no
-    model.
+    """Return the trained agent.
+
+    Raises ValueError if it is ambiguous, or if other agents have no model.
     """
     seats = get_agent_specs(env)
     if not config.seat and len(seats) > 1:
@@ -273,8 +275,9 @@ def _choose_seat(env: Any, config: VerifiersTask.Config) -> str:
 
 
 def _check_fit(env: Any, task: Any, *, seat: str) -> None:
-    """Raise TypeError or ValueError, by verifiers' own rules, for a task that cannot be played
-    here.
+    """Raise an error, by verifiers' own rules, for a task that cannot be played here.
+
+    The error is a TypeError or ValueError.
     """
     compile_ = import_for_tasks("verifiers.v1.utils.compile", needed_by="verifiers")
     # As verifiers does before a rollout; here before the run, for all rows.
@@ -302,8 +305,9 @@ def _make_opening(task: Any) -> list[Message]:
 
 
 def get_episode_reward(rollout: Rollout) -> float:
-    """Return the sum of the environment's own rewards; UnparsedAnswer if a limit ended the episode
-    before.
+    """Return the sum of the environment's own rewards.
+
+    Raises UnparsedAnswer if a limit ended the episode before.
     """
     reward = rollout.turns[-1].observation.metrics.get(REWARD)
     if reward is None:
@@ -325,8 +329,9 @@ class ToolCollector:
 
 
 def list_tools(task: Any, taskset: Any) -> list[Any]:
-    """Return the tools of a task with the names that its harness gives them; shared servers come
-    first.
+    """Return the tools of a task with the names that its harness gives them.
+
+    Shared servers come first.
     """
     declared: list[Any] = []
     for toolset in (*taskset.toolsets(taskset.config), *task.toolsets(task.config)):

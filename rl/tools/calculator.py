@@ -32,8 +32,9 @@ _VALID = "numbers, + - * / // % ** and parentheses"
 
 
 class Calculator:
-    """Tool that evaluates one expression of numbers, `+ - * / // % **` and parentheses as Python
-    does.
+    """Tool that evaluates one arithmetic expression as Python does.
+
+    Valid are numbers, `+ - * / // % **` and parentheses.
 
     Integers beyond `MAX_BITS` are refused before they are computed, so no expression takes long.
     """
@@ -62,8 +63,9 @@ class Calculator:
 
 
 def evaluate(expression: str) -> Number:
-    """Return the value of an expression; raise ToolError for other text, or a value beyond the
-    limits.
+    """Return the value of an expression.
+
+    Raises ToolError for other text, or a value beyond the limits.
     """
     if len(expression) > MAX_CHARS:
         raise ToolError(

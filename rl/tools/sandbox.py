@@ -211,8 +211,7 @@ class PythonSandbox(Configurable):
     async def _run_child(
         self, folder: str, code: str, *, time_limit_s: float | None
     ) -> tuple[str, int, Reason | None]:
-        """Run one child process; return its output, its exit status and the limit at which it was
-        killed.
+        """Run one child process; return its output, its exit status and the limit it exceeded.
 
         The process and its session are dead when this returns, raises or is cancelled.
         """
@@ -244,7 +243,8 @@ class PythonSandbox(Configurable):
                 raise OSError(
                     f"child process {process.pid} still exists {GRACE_S:g} s after it was killed"
                 )
-            if problem := refusal.read():
+            problem = refusal.read()
+            if problem:
                 raise RunError(f"the Python sandbox: {problem.decode()}")
         if len(output) > config.max_output_bytes:
             stopped = "output limit"
@@ -255,9 +255,7 @@ class PythonSandbox(Configurable):
         )
 
     async def _start(self, folder: str, code: str, *, refusal: int) -> asyncio.subprocess.Process:
-        """Start the child and send it the code, and the pipe in which it says why it cannot confine
-        itself.
-        """
+        """Start the child; send it the code, and the pipe for the reason of a refusal."""
         pipe = asyncio.subprocess.PIPE
         # The real path: the code may not read the virtual environment's folder.
         python = os.path.realpath(sys.executable)

@@ -63,9 +63,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Exit with the code's exit status, or write into the pipe `refusal` why the code is not
-    run.
-    """
+    """Exit with the code's exit status, or write the reason of a refusal into the pipe."""
     request = marshal.load(sys.stdin.buffer)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -93,8 +91,9 @@ def main() -> None:
 
 
 def run(code: str) -> int:
-    """Run code like a notebook cell, which prints the value of its last expression; return the exit
-    status.
+    """Run code like a notebook cell and return the exit status.
+
+    A cell prints the value of its last expression.
     """
     reserve = [bytes(RESERVE)]
     module = type(sys)("__main__")
@@ -188,8 +187,9 @@ def confine(
 
 
 def _count_threads_apart() -> bool:
-    """Give this process a user that has no other processes, as RLIMIT_NPROC counts; return False if
-    refused.
+    """Give this process a user that has no other processes, as RLIMIT_NPROC counts.
+
+    Returns False if the kernel refuses.
 
     Root, for whom the kernel does not enforce that limit, takes another real user id, and keeps the
     effective one, by which files are accessed. Anybody else counts anew in a user namespace.
@@ -253,8 +253,9 @@ def _allow(ruleset: int, path: str, access: int) -> None:
 
 
 def _filter_system_calls() -> None:
-    """Install the seccomp filter; raise OSError if the kernel takes none, ValueError if this
-    machine has none.
+    """Install the seccomp filter.
+
+    Raises OSError if the kernel takes none, ValueError if this machine has none.
     """
     program = make_seccomp_program(machine=os.uname().machine, pid=os.getpid())
     code = ctypes.create_string_buffer(program, len(program))

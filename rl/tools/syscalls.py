@@ -110,8 +110,9 @@ more of an int or of clone's flags. Half a number more is the upper half."""
 
 
 def make_seccomp_program(*, machine: str, pid: int) -> bytes:
-    """Return the filter as an array of `struct sock_filter`; raise ValueError for a machine without
-    a list.
+    """Return the filter as an array of `struct sock_filter`.
+
+    Raises ValueError for a machine without a list.
 
     Args:
         machine: as in `os.uname().machine`.

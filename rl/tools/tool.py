@@ -70,8 +70,9 @@ class ToolTimeoutError(ToolError):
 
 
 class FunctionTool:
-    """Tool that calls a Python function: `async def` in the event loop, `def` in a thread of its
-    own.
+    """Tool that calls a Python function.
+
+    `async def` runs in the event loop, `def` in a thread of its own.
 
     Name, description and JSON schema come from the signature and the docstring, whose `Args:`
     section (Google style) describes every parameter. The model is shown a returned string as it is,
@@ -212,8 +213,9 @@ def parse_calls(text: str) -> tuple[ToolCall | BadCall, ...]:
 
 
 def find_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
-    """Return the tool of a call; raise ToolError if there is none, or if the arguments do not fit
-    its schema.
+    """Return the tool of a call.
+
+    Raises ToolError if there is none, or if the arguments do not fit its schema.
     """
     by_name = {tool.name: tool for tool in tools}
     tool = by_name.get(call.name)
@@ -235,8 +237,9 @@ def find_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
 
 
 def announce(tools: Sequence[Tool], system: str = "") -> str:
-    """Return a system message with `system`, the tools, and how to call them, in Qwen3's exact
-    wording.
+    """Return a system message with `system`, the tools, and how to call them.
+
+    The wording is exactly Qwen3's.
     """
     # Word for word, because models were trained on this text.
     described = ""
