@@ -94,8 +94,8 @@ class GeneratedTask(Configurable):
     ) -> Iterator[Problem]:
         while True:
             # Lazy: a draw too many would change all problems that follow.
-            draws = (draw(generator) for _ in range(MAX_DRAWS_PER_PROBLEM))
-            problem = next((p for p in draws if not self.is_held_out(p)), None)
+            drawn = (draw(generator) for _ in range(MAX_DRAWS_PER_PROBLEM))
+            problem = next((p for p in drawn if not self.is_held_out(p)), None)
             if problem is None:
                 raise ValueError(
                     f"task: {MAX_DRAWS_PER_PROBLEM} problems in a row are held out; make the task "
