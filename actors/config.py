@@ -19,7 +19,7 @@ from rl.loop.warmup import SupervisedWarmup
 from rl.models.spec import ModelSpec
 from rl.observability.machine import LimitsConfig
 from rl.observability.recorder import RecorderConfig
-from rl.observability.run_files import STARTING_POINTS
+from rl.observability.run_folder import STARTING_POINTS
 from rl.observability.sinks import SinksConfig
 from rl.observability.spans import TimelineConfig
 from rl.rollouts.renderer import RendererConfig

@@ -21,10 +21,9 @@ from rl.config.configurable import Configurable
 from rl.config.json import changed_fields, to_dict
 from rl.config.registry import ExplanationForm, ResolvedRun
 from rl.loop.stop_request import StopRequest
-from rl.observability.console import print_line
+from rl.observability.console import print_line, summary
 from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import RunFolder
-from rl.observability.summary import summary
 from rl.training.checkpoint_files import saved_steps
 from rl.utils.errors import RunError
 from rl.utils.printing import say

@@ -64,8 +64,7 @@ from actors.processes import (
 from actors.secrets import secret_names
 from rl.loop.stop_request import StopRequest
 from rl.utils.errors import StopRequestedError
-from rl.utils.processes import ProcessId, identify, is_alive, kill
-from rl.utils.signals import handling_end_signals
+from rl.utils.processes import ProcessId, handling_end_signals, identify, is_alive, kill
 from rl.utils.threads import until_event
 
 logger = logging.getLogger(__name__)

@@ -157,7 +157,7 @@ def process_env(at: Placement, *, keep: Collection[str] = ()) -> dict[str, str]:
         RUN_VARIABLE: RUN,
         "OMP_NUM_THREADS": str(at.threads),
         "PYTHONPATH": import_path(),
-        # glibc keeps freed memory for all threads together (`rl.utils.malloc`).
+        # glibc keeps freed memory for all threads together (`rl.utils.processes`).
         "MALLOC_ARENA_MAX": "1",
     }
     # `rl.weights` has set these in this process only; other hosts lack them.

@@ -19,8 +19,7 @@ from rl.config.tree import input_paths
 from rl.models.assets import resolve_assets
 from rl.models.spec import ModelSpec
 from rl.observability.metrics import read_metrics
-from rl.observability.run_files import STARTING_POINTS
-from rl.observability.run_folder import RunFolder
+from rl.observability.run_folder import STARTING_POINTS, RunFolder
 from rl.observability.sinks import check_sinks
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import Renderer, make_renderer

@@ -49,9 +49,9 @@ from rl.loop.stop_request import StopRequest
 from rl.models.model_cost import model_work
 from rl.models.spec import ModelSpec
 from rl.observability.console import print_line, progress
-from rl.observability.events import Events
+from rl.observability.events import Events, write_environment
 from rl.observability.logs import setup_logging
-from rl.observability.machine import RunLimits, write_environment
+from rl.observability.machine import RunLimits
 from rl.observability.run_folder import RunFolder
 from rl.observability.spans import RECORDER, STATE_FOLDER
 from rl.observability.stacks import catch_signal, stop_writing_stacks

@@ -32,11 +32,9 @@ from rl.loop.state import StepCheckpoints
 from rl.loop.stop_request import StopRequest
 from rl.observability.events import read_events
 from rl.observability.machine import LimitSink
-from rl.observability.metrics import MetricsWriter, Sink
+from rl.observability.metrics import MetricsWriter, Sink, cut_back, draw_learning_curve
 from rl.observability.recorder import Recorder
-from rl.observability.run_folder import cut_back
 from rl.observability.sinks import RunSinks, open_sinks
-from rl.observability.summary import draw_learning_curve
 from rl.training.checkpoint_config import LoadSource, find_load_source, own_checkpoint
 from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER, damaged_folders
 from rl.types import LoopPosition

@@ -1,5 +1,4 @@
-"""CPU time of the controller, by the number of samples of a step: is it linear, and how long does
-it block?
+"""CPU time of the controller by the number of samples of a step, and how long it blocks.
 
     python -m benchmarks.controller [--quick] [--repeats 3] [--tokens 64]
 
@@ -8,9 +7,9 @@ the controller's own work from problems to samples, metrics and recordings. Grou
 arrive one by one, up to one step ahead of training. Half of the runs have a straggler: one group of
 each step that arrives after all others.
 
-    us_per_sample   CPU time of the whole process over the samples trained on, microseconds, median of the repeats
+    us_per_sample   CPU time of the process over the samples trained on, microseconds; median
     loop            the part of it in the event loop's thread
-    pause_ms        longest time without a turn of the event loop, milliseconds of its CPU time, to about 5
+    pause_ms        longest time without a turn of the event loop, milliseconds of CPU, to about 5
 
 A second part lets 1,280 calls of actors wait for five seconds: `waiting_calls` is the share of a
 core that they take.

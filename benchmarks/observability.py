@@ -8,7 +8,8 @@ round to round:
 
     off        no spans, no records, no rollouts
     timeline   spans
-    all        spans, metrics.jsonl, the console's lines, rollouts.jsonl, TensorBoard, W&B (offline) and trackio
+    all        spans, metrics.jsonl, the console's lines, rollouts.jsonl, TensorBoard, W&B (offline)
+               and trackio
     control    off again: the noise between equal sides
 
 A step ends when all of its output is written. `overhead` is the median over the rounds of a side's
@@ -131,7 +132,7 @@ class Sides:
 
     def _await_loggers(self) -> None:
         until = time.monotonic() + CAUGHT_UP_S
-        for thread in self._told.threads:
+        for thread in self._told.loggers:
             while thread.num_lost:
                 assert time.monotonic() < until, (
                     f"{thread.name} has not written step {self._num_steps + 1}"

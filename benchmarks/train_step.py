@@ -12,10 +12,10 @@ float32, forward and backward bfloat16: `param_dtype` in relay, autocast in tran
 sides alternate, each in its own process:
 
     relay                sequences packed on one axis, no padding
-    transformers         its own implementation (sdpa), padded to the longest sequence of each micro-batch, in the given
-                         order: the side that `ratio` compares with
+    transformers         its own implementation (sdpa), padded to the longest sequence of each
+                         micro-batch, in the given order: the side that `ratio` compares with
     transformers_sorted  the same, longest sequences first, so that there is little padding:
-    `ratio_sorted`
+                         `ratio_sorted`
 
 Padding does not count as tokens. Peak memory is allocated memory on a GPU, resident memory beyond
 imports on a CPU. Model FLOPs utilisation (`mfu`, on a GPU) is 6 N a token + 12 layers x heads x

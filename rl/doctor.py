@@ -21,21 +21,20 @@ import json
 import math
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rl.observability.events import read_events
 from rl.observability.metrics import read_metrics
-from rl.observability.run_files import LOGS
-from rl.observability.run_folder import RunFolder
+from rl.observability.run_folder import LOGS, RunFolder
 from rl.observability.spans import WAITS, ProcessState, read_states
-from rl.observability.stacks import request_stacks
+from rl.observability.stacks import collect_reports, format_reports
 from rl.utils.compat import exit_after
 from rl.utils.files import parse_json, read_regular
 from rl.utils.printing import say, say_error
-from rl.utils.processes import kernel_state
+from rl.utils.processes import read_kernel_state
 
 MIN_EXPECTED_S = 60.0
 EXPECTED_STEPS = 5.0
@@ -47,6 +46,8 @@ SHOWN_EVENTS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHealth:
+    """Result of an examination."""
+
     status: Literal["running", "finished", "ended"]
     """`ended` means without having finished."""
     problems: tuple[str, ...]
@@ -64,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         health = examine(folder, expected_s=options.expected_s)
         say(health.text)
-        say(asyncio.run(_stacks(health, folder / LOGS)))
+        stacks = asyncio.run(_report_stacks(health, folder / LOGS))
+        say(f"\n{stacks}" if stacks else "")
     except (ValueError, OSError) as error:
         say_error(f"error: {error}")
         return 2
@@ -84,24 +86,36 @@ def examine(folder: Path, *, expected_s: float | None = None) -> RunHealth:
     """
     run = RunFolder.to_read(folder)
     records, events = read_metrics(run.metrics), read_events(run.events)
-    expected_s = _expected_s(run.config_json, records) if expected_s is None else expected_s
-    states = {state: _liveness(state) for state in read_states(run.logs)}
-    status, problems, end = _judge(run, states, end=_end(events), expected_s=expected_s)
+    if expected_s is None:
+        expected_s = _estimate_longest_wait(run.config_json, records)
+
+    states = {state: _check_liveness(state) for state in read_states(run.logs)}
+    status, problems, last_line = _judge(run, states, end=_find_end(events), expected_s=expected_s)
     if status != "running":
-        states = {state: "ended" if how == "dead" else how for state, how in states.items()}
-    step, steps = "no step is done", [record["step"] for record in records]
-    if steps:
-        age_s = max(0.0, time.time() - run.metrics.stat().st_mtime)
-        step = f"the last step was step {max(steps):.0f}, {age_s:.1f} s ago"
-    lines = [
-        f"{folder}: {status}; {step}",
-        *(_describe(state, how) for state, how in states.items()),
-    ]
-    lines += [f"  event: {json.dumps(event)}" for event in events[-SHOWN_EVENTS:]]
-    lines += [f"PROBLEM: {problem}" for problem in problems]
-    if end is not None:
-        lines.append(end)
+        # The end of a process is no problem of a run that has ended.
+        for state, liveness in states.items():
+            states[state] = "ended" if liveness == "dead" else liveness
+
+    lines = [f"{folder}: {status}; {_describe_progress(run, records)}"]
+    for state, liveness in states.items():
+        lines.append(_describe(state, liveness))
+    for event in events[-SHOWN_EVENTS:]:
+        lines.append(f"  event: {json.dumps(event)}")
+    # At the end, where they are seen without scrolling.
+    for problem in problems:
+        lines.append(f"PROBLEM: {problem}")
+    if last_line is not None:
+        lines.append(last_line)
     return RunHealth(status=status, problems=tuple(problems), text="\n".join(lines), states=states)
+
+
+def _describe_progress(run: RunFolder, records: Sequence[Mapping[str, float]]) -> str:
+    if not records:
+        return "no step is done"
+    last = max(record["step"] for record in records)
+    # Records have no time of their own.
+    age_s = max(0.0, time.time() - run.metrics.stat().st_mtime)
+    return f"the last step was step {last:.0f}, {age_s:.1f} s ago"
 
 
 def _judge(
@@ -111,8 +125,7 @@ def _judge(
     end: Mapping[str, Any] | None,
     expected_s: float,
 ) -> tuple[Literal["running", "finished", "ended"], list[str], str | None]:
-    """Return the status, the problems, and the last line for the user if there is one besides the
-    problems.
+    """Return the status, the problems, and the last line for the user besides the problems.
 
     Args:
         end: the event by which the run says that it has stopped, if it has.
@@ -120,84 +133,112 @@ def _judge(
     if run.is_finished:
         return "finished", [], "the run has finished"
     go_on = f"continue it with --resume {run.path}"
+    # A run that was told to stop, or failed, has written so. A run that was killed could not.
     if end is not None:
         reason = str(end.get("reason", "for an unknown reason"))
-        if (signal_name := _signal_of(reason)) is not None:
+        signal_name = _find_signal(reason)
+        if signal_name is not None:
             return "ended", [], f"the run was stopped by {signal_name}; {go_on}"
         return "ended", [f"the run was ended by an error: {reason}"], go_on
-    controller = next((state for state in states if state.role == "controller"), None)
+
+    controller = _find_controller(states)
     if controller is not None and states[controller] == "dead":
         return "ended", ["the controller is dead, and the run has not finished"], go_on
-    problems = _problems(states, controller, expected_s)
+
+    problems = _find_problems(states, controller, expected_s)
     healthy = f"no problem found; the controller may wait up to {expected_s:.0f} s for one thing"
     return "running", problems, None if problems else healthy
 
 
-def _end(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _find_controller(states: Iterable[ProcessState]) -> ProcessState | None:
+    for state in states:
+        if state.role == "controller":
+            return state
+    return None
+
+
+def _find_end(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Return the event of the run's end if it has ended since it was last started."""
-    names = ("started", "resumed", "stopped")
-    last = next((event for event in reversed(events) if event["event"] in names), None)
-    return last if last is not None and last["event"] == "stopped" else None
+    for event in reversed(events):
+        if event["event"] in ("started", "resumed"):
+            return None
+        if event["event"] == "stopped":
+            return event
+    return None
 
 
-def _signal_of(reason: str) -> str | None:
-    """Return the name of the signal by which a user has stopped the run, from the reason of its
-    event.
-    """
+def _find_signal(reason: str) -> str | None:
+    """Return the name of the signal by which a user has stopped the run, from its reason."""
     if reason.startswith("KeyboardInterrupt"):
         return "Ctrl-C"
-    status = reason.removeprefix("SystemExit: ")
-    return {str(128 + number): number.name for number in (signal.SIGTERM, signal.SIGHUP)}.get(
-        status
-    )
+    # The controller exits with 128 and the signal's number, as shells do.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if reason.removeprefix("SystemExit: ") == str(128 + number):
+            return number.name
+    return None
 
 
-def _liveness(state: ProcessState) -> str:
+def _check_liveness(state: ProcessState) -> str:
+    # The pid is of another machine, or of another container's namespace.
     if not state.is_here:
         return "elsewhere"
-    activity = kernel_state(state.process)
-    return "dead" if activity is None else "STOPPED" if "stop" in activity else "alive"
+    activity = read_kernel_state(state.process)
+    if activity is None:
+        return "dead"
+    return "STOPPED" if "stop" in activity else "alive"
 
 
-def _describe(state: ProcessState, how: str) -> str:
+def _describe(state: ProcessState, liveness: str) -> str:
     host = "" if state.is_here else f" on {state.place}"
     version = "" if state.policy_version is None else f", version {state.policy_version}"
-    return f"  {state.name:<16} {how:<9} pid {state.process.pid}{host}{version}: {state.describe()}"
+    place = f"pid {state.process.pid}{host}{version}"
+    return f"  {state.name:<16} {liveness:<9} {place}: {state.describe()}"
 
 
-def _problems(
+def _find_problems(
     states: Mapping[ProcessState, str], controller: ProcessState | None, expected_s: float
 ) -> list[str]:
     if controller is None:
         return ["the controller has recorded nothing"]
-    found = [f"{state.name} is dead" for state, how in states.items() if how == "dead"]
-    found += [
-        f"{state.name} is stopped by a signal" for state, how in states.items() if how == "STOPPED"
-    ]
-    silent_s, expected = (
-        controller.age_s(controller.changed_s),
-        f"expected are at most {expected_s:.0f} s",
-    )
-    waits = [wait for wait in controller.open if wait.name.startswith(f"{WAITS}trainer")]
+    dead, stopped = [], []
+    for state, liveness in states.items():
+        if liveness == "dead":
+            dead.append(f"{state.name} is dead")
+        elif liveness == "STOPPED":
+            stopped.append(f"{state.name} is stopped by a signal")
+    problems = [*dead, *stopped]
+
+    expected = f"expected are at most {expected_s:.0f} s"
+    silent_s = controller.get_age_s(controller.changed_s)
+    waits_s, waits_for = 0.0, ""
+    for wait in controller.open:
+        if wait.name.startswith(f"{WAITS}trainer"):
+            waits_s = max(waits_s, controller.get_age_s(wait.since_s))
+            waits_for = waits_for or wait.name
+
+    # Only one of the two, as a long wait may be the reason of the silence.
     if silent_s > expected_s:
-        found.append(
+        problems.append(
             f"in the controller nothing has begun or ended for {silent_s:.0f} s, {expected}; open "
             f"spans: {controller.describe()}"
         )
-    elif waits and (waits_s := max(controller.age_s(wait.since_s) for wait in waits)) > expected_s:
-        found.append(f"the controller {waits[0].name} for {waits_s:.0f} s, {expected}")
-    return found
+    elif waits_s > expected_s:
+        problems.append(f"the controller {waits_for} for {waits_s:.0f} s, {expected}")
+    return problems
 
 
-def _expected_s(config_json: Path, records: Sequence[dict[str, float]]) -> float:
-    took = [
-        record[name]
-        for record in records
-        for name in ("time/step_s", "time/eval_s")
-        if name in record
-    ]
-    if finite := [seconds for seconds in took if math.isfinite(seconds)]:
-        return max(MIN_EXPECTED_S, EXPECTED_STEPS * max(finite))
+def _estimate_longest_wait(config_json: Path, records: Sequence[Mapping[str, float]]) -> float:
+    """Return the seconds that the controller of a healthy run may wait for one thing."""
+    longest_s = 0.0
+    for record in records:
+        for name in ("time/step_s", "time/eval_s"):
+            seconds = record.get(name, math.nan)
+            if math.isfinite(seconds):
+                longest_s = max(longest_s, EXPECTED_STEPS * seconds, MIN_EXPECTED_S)
+    if longest_s:
+        return longest_s
+
+    # Before the first step a run loads and compiles. Its config may be missing or damaged.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         setup_s = parse_json(read_regular(config_json))["values"]["timeouts"]["setup_s"]
         if isinstance(setup_s, int | float) and math.isfinite(setup_s):
@@ -205,13 +246,10 @@ def _expected_s(config_json: Path, records: Sequence[dict[str, float]]) -> float
     return SETUP_S
 
 
-async def _stacks(health: RunHealth, logs: Path) -> str:
+async def _report_stacks(health: RunHealth, logs: Path) -> str:
+    # The stacks of a run that has ended are gone with its processes.
     states = [state for state, how in health.states.items() if how not in ("dead", "ended")]
-    texts = await asyncio.gather(*(request_stacks(state, logs) for state in states))
-    blocks = [
-        f"\n==== {s.name}: {s.describe()}\n{t.rstrip()}" for s, t in zip(states, texts, strict=True)
-    ]
-    return "\n".join(blocks)
+    return format_reports(await collect_reports(states, logs)).rstrip()
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.observability.run_files import REPORT
+from rl.observability.run_folder import REPORT
 from rl.reporting.html.page import write_report
 from rl.utils.compat import exit_after
 from rl.utils.printing import say, say_error
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # The data lives to the end, and the garbage collector would search it again and again.
         with without_collections():
-            named = dict(zip(_names(folders), folders, strict=True))
+            named = dict(zip(_choose_names(folders), folders, strict=True))
             runs = write_report(named, file, written_s=time.time())
         _print_findings(runs, file)
     except ValueError as error:
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_findings(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
+    # The exit status does not tell of findings, so they stand on the console too.
     for run in runs:
         for problem in run["problems"]:
             say(f"{run['name']}: {problem}")
@@ -49,13 +50,12 @@ def _print_findings(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     say(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def _choose_names(folders: Sequence[Path]) -> list[str]:
     """Return the names of the folders, with one parent, or all parents, where they are equal."""
     paths = [folder.resolve() for folder in folders]
-    for names in (
-        [path.name for path in paths],
-        [f"{path.parent.name}/{path.name}" for path in paths],
-    ):
+    # Runs of two experiments may have the same name.
+    for num_parts in (1, 2):
+        names = ["/".join(path.parts[-num_parts:]) for path in paths]
         if len(set(names)) == len(names):
             return names
     return list(map(str, paths))

@@ -12,8 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.observability.run_files import TIMELINE
-from rl.observability.run_folder import RunFolder
+from rl.observability.run_folder import TIMELINE, RunFolder
 from rl.observability.timeline import write_timeline
 from rl.utils.compat import exit_after
 from rl.utils.printing import say, say_error
@@ -24,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(options.folder).expanduser()
     destination = folder / TIMELINE if options.output is None else Path(options.output).expanduser()
     try:
+        # An OSError is of a disk without room, or of a folder that may not be written.
         num_spans = write_timeline(RunFolder.to_read(folder).logs, destination)
         say(
             f"{destination}: {num_spans:,} spans; open it at https://ui.perfetto.dev or in "

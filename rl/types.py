@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.utils.excerpts import shown
+from rl.utils.printing import shown
 from rl.utils.sharing import ReadOnlyDict, Shareable, copy_data, freeze_arrays, restore_fields
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -22,7 +22,7 @@ from typing import Any
 
 from actors.processes import carrying_environment
 from rl.observability.events import read_events
-from rl.observability.run_files import EVENTS, ROLLOUTS
+from rl.observability.run_folder import EVENTS, ROLLOUTS
 from rl.utils.processes import kill
 from tools.fault_injection import VICTIMS, Fault, environment
 

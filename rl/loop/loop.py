@@ -44,10 +44,10 @@ from rl.loop.state import Progress, StepCheckpoints
 from rl.loop.stop_request import StopRequest
 from rl.loop.sync import WeightSync
 from rl.observability.metrics import Record, Sink
-from rl.observability.recorder import Recorder
+from rl.observability.recorder import BackgroundWriter, Recorder
 from rl.observability.spans import error_context
 from rl.protocols import Publisher, Rewarder, TokenGenerator, Trainer
-from rl.rollouts.environment import Environments, EnvironmentThread
+from rl.rollouts.environment import Environments
 from rl.rollouts.episode import Episodes
 from rl.rollouts.evaluation import Evaluator
 from rl.rollouts.group import RolloutId, RolloutWorker
@@ -58,7 +58,7 @@ from rl.tasks.task import Task
 from rl.types import ForwardBackwardResult, LoopPosition, OptimStepResult, SamplingParams
 from rl.utils.clock import BusyClock, now_s
 from rl.utils.errors import RunError, StopRequestedError
-from rl.utils.threads import BackgroundWriter
+from rl.utils.threads import LoopThread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class RolloutSetup:
     max_sequence_tokens: int
     """Longest sequence that generator and trainer can process, in tokens."""
     seed: int
-    thread: EnvironmentThread = field(default_factory=EnvironmentThread)
+    thread: LoopThread = field(default_factory=lambda: LoopThread("environments"))
     """Event loop of the environments, shared by training and evaluation."""
 
     def parts(self, config: LoopConfig) -> tuple[RolloutWorker, Evaluator]:

@@ -1,9 +1,9 @@
-"""Standard output of a run: lines, progress of long operations, and a live table on a terminal."""
+"""Standard output of a run: lines, progress, a live table on a terminal, and the summary."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import datetime
 import math
 import sys
 import time
@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
 from rl.config.configurable import only_if
 from rl.config.tree import check_bounds
+from rl.observability.machine import bottleneck, typical
 from rl.observability.metrics import Record, reduced
+from rl.observability.run_folder import RunFolder
 from rl.observability.spans import read_states
 from rl.utils.errors import optional_write
-from rl.utils.printing import visible, writable
+from rl.utils.printing import encode_visible, visible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,18 +48,14 @@ class ConsoleConfig:
 
 
 class TolerantStream:
-    """Stream on which a failed write is a warning, such as to a terminal that was closed or a full
-    disk.
-    """
+    """Stream on which a failed write is a warning, such as to a terminal that was closed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with (
-            optional_write(CONSOLE),
-            contextlib.suppress(ValueError),
-        ):  # closed, or without the characters
+        # A ValueError is of a closed stream, or of one without the characters.
+        with optional_write(CONSOLE), contextlib.suppress(ValueError):
             self._stream.write(text)
             self._stream.flush()
         return len(text)
@@ -72,8 +70,9 @@ class TolerantStream:
 def print_line(text: str, *, stream: TextIO | None = None) -> None:
     """Print a line at once, by default to standard output; a failure is a warning."""
     stream = sys.stdout if stream is None else stream
-    if stream is not None:  # the process may have been started without one
-        TolerantStream(stream).write(f"{writable(text, stream=stream)}\n")
+    # The process may have been started without a standard output.
+    if stream is not None:
+        TolerantStream(stream).write(f"{encode_visible(text, stream=stream)}\n")
 
 
 @contextlib.contextmanager
@@ -96,29 +95,37 @@ def progress(
     start_s = printed_s = clock()
     num_done, count = 0, ""
 
-    def advance_lines(num: int = 1, *, note: str = "") -> None:
+    def advance(num: int = 1, *, note: str = "") -> None:
         nonlocal num_done, printed_s, count
         num_done += num
-        count = (
-            f"{num_done:,}"
-            + (f"/{total:,}" if total is not None else "")
-            + (f" ({note})" if note else "")
-        )
+        count = f"{num_done:,}"
+        if total is not None:
+            count += f"/{total:,}"
+        if note:
+            count += f" ({note})"
+        # A log file keeps every line, so there are few of them.
         if clock() - printed_s >= interval_s:
             printed_s = clock()
             print_line(f"{title}: {count}", stream=stream)
 
     print_line(f"{title}: started", stream=stream)
-    how = "stopped"
+    outcome = "stopped"
     try:
-        yield advance_lines
-        how = "done"
+        yield advance
+        outcome = "done"
     finally:
-        end = f"{how} after {clock() - start_s:.1f} s"
+        end = f"{outcome} after {clock() - start_s:.1f} s"
         print_line(f"{title}: {count}, {end}" if count else f"{title}: {end}", stream=stream)
 
 
 class Column(NamedTuple):
+    """Column of the table of steps.
+
+    Example:
+        >>> Column("loss", "loss/mean", ".4f").format_cell({"loss/mean": 0.03125})
+        ' 0.0312'
+    """
+
     title: str
     metric: str
     form: str
@@ -132,7 +139,7 @@ class Column(NamedTuple):
     def header(self) -> str:
         return self.title.rjust(self.width)
 
-    def cell(self, record: Record) -> str:
+    def format_cell(self, record: Record) -> str:
         value = reduced(record.get(self.metric))
         if value is None:
             return "-".rjust(self.width)
@@ -155,7 +162,7 @@ COLUMNS = (
 class Console:
     """Display of a run; this one shows nothing."""
 
-    def shown(self, records: Sequence[Mapping[str, float]]) -> AbstractContextManager[object]:
+    def show(self, records: Sequence[Mapping[str, float]]) -> AbstractContextManager[object]:
         """Show the run while its loop runs, continuing after the records of earlier steps."""
         return nullcontext()
 
@@ -187,9 +194,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 class LineConsole(Console):
-    """Console that prints a line for each step under a repeated header, and a sentence for each
-    evaluation.
-    """
+    """Console that prints a line for each step, and a sentence for each evaluation."""
 
     def __init__(self, *, stream: TextIO | None = None) -> None:
         self._stream = stream
@@ -200,17 +205,18 @@ class LineConsole(Console):
 
     def write(self, record: Record) -> None:
         if "eval/correct" in record:
-            print_line(f"evaluation at {_evaluation(record)}", stream=self._stream)
+            print_line(f"evaluation at {_format_evaluation(record)}", stream=self._stream)
             return
+
+        # The header is repeated, as it scrolls out of sight.
         if self._num_rows % ROWS_PER_HEADER == 0:
-            print_line(GAP.join(column.header for column in COLUMNS), stream=self._stream)
+            print_line(_join_headers(COLUMNS), stream=self._stream)
         self._num_rows += 1
-        print_line(GAP.join(column.cell(record) for column in COLUMNS), stream=self._stream)
+        print_line(_join_cells(COLUMNS, record), stream=self._stream)
 
 
 class LiveConsole(Console):
-    """Table of the latest steps on a terminal, with evaluations, the time left, and what each
-    process does.
+    """Table of the latest steps on a terminal, with evaluations, the time left, and open spans.
 
     A thread of rich redraws the table every second. Lines printed meanwhile appear above it.
     """
@@ -236,6 +242,7 @@ class LiveConsole(Console):
         self._phase: str | None = None
         self._evaluation: Record | None = None
         self._is_running = False
+        # `inf`: the time left is estimated from all steps, not from the last seconds.
         self._progress = Progress(
             BarColumn(bar_width=30),
             TextColumn("{task.completed:,.0f}/{task.total:,.0f} steps,"),
@@ -248,7 +255,7 @@ class LiveConsole(Console):
         self._steps = self._progress.add_task("", total=num_steps)
 
     @contextlib.contextmanager
-    def shown(self, records: Sequence[Mapping[str, float]]) -> Iterator[None]:
+    def show(self, records: Sequence[Mapping[str, float]]) -> Iterator[None]:
         from rich.console import Console as RichConsole
         from rich.live import Live
 
@@ -257,7 +264,9 @@ class LiveConsole(Console):
             self.write(record)
         self._progress.reset(self._steps, completed=int(records[-1]["step"]) if records else 0)
         self._is_running = True
-        console = RichConsole(file=TolerantStream(self._stream or sys.stdout))  # type: ignore[arg-type]
+        stream: Any = TolerantStream(self._stream or sys.stdout)
+        console = RichConsole(file=stream)
+        # Lines of other code are redirected to above the table only where they go to a terminal.
         live = Live(
             get_renderable=lambda: self._draw(width=console.width, height=console.height),
             console=console,
@@ -293,43 +302,120 @@ class LiveConsole(Console):
         try:
             below: list[RenderableType] = []
             if self._evaluation is not None:
-                below.append(Text(f"evaluation: {_evaluation(self._evaluation)}", style="bold"))
+                below.append(
+                    Text(f"evaluation: {_format_evaluation(self._evaluation)}", style="bold")
+                )
             below.append(self._progress)
             rows = self._rows
+
+            # After the run the table stays on the terminal, without what was going on.
             if self._is_running:
                 if self._phase is not None:
                     below.append(Text(f"now: {self._phase}", style="cyan"))
-                below += self._process_lines()
+                below += self._list_processes()
                 # Rich cuts a table that is too high at the bottom, where the newest step is.
                 rows = rows[-max(MIN_ROWS, height - len(below) - 2) :]
-            columns = fitting_columns(width)
-            table = [Text(GAP.join(column.cell(row) for column in columns)) for row in rows]
-            header = Text(GAP.join(column.header for column in columns), style="bold")
+
+            columns = fit_columns(width)
+            table = [Text(_join_cells(columns, row)) for row in rows]
+            header = Text(_join_headers(columns), style="bold")
             return Group(Text(self._title, style="bold"), header, *table, *below)
         except Exception as error:  # noqa: BLE001  (the drawing thread must survive)
             return f"the run cannot be shown: {error!r}"
 
-    def _process_lines(self) -> list[RenderableType]:
+    def _list_processes(self) -> list[RenderableType]:
         from rich.text import Text
 
         states = list(read_states(self._logs))
-        texts = [
-            (visible(f"{s.name:<14}{GAP}{s.describe()}"), "" if s.open else "dim") for s in states
-        ]
-        if num_more := len(texts[MAX_PROCESS_LINES:]):
-            texts[MAX_PROCESS_LINES:] = [(f"and {num_more} more", "dim")]
-        return [Text(text, style=style, no_wrap=True, overflow="ellipsis") for text, style in texts]
+        lines: list[RenderableType] = []
+        for state in states[:MAX_PROCESS_LINES]:
+            line = Text(
+                visible(f"{state.name:<14}{GAP}{state.describe()}"),
+                style="" if state.open else "dim",
+                no_wrap=True,
+                overflow="ellipsis",
+            )
+            lines.append(line)
+        if len(states) > MAX_PROCESS_LINES:
+            lines.append(Text(f"and {len(states) - MAX_PROCESS_LINES} more", style="dim"))
+        return lines
 
 
-def _evaluation(record: Record) -> str:
-    step, correct, num_problems = (
-        reduced(record.get(name)) for name in ("step", "eval/correct", "eval/num_problems")
-    )
+def _join_headers(columns: Sequence[Column]) -> str:
+    return GAP.join(column.header for column in columns)
+
+
+def _join_cells(columns: Sequence[Column], record: Record) -> str:
+    return GAP.join(column.format_cell(record) for column in columns)
+
+
+def _format_evaluation(record: Record) -> str:
+    step, correct = reduced(record.get("step")), reduced(record.get("eval/correct"))
+    num_problems = reduced(record.get("eval/num_problems"))
+    # No problem of the evaluation could be scored.
     line = f"step {step}: correct {math.nan if correct is None else correct:.3f}"
     return line if num_problems is None else f"{line} of {num_problems:.0f} problems"
 
 
-def fitting_columns(width: int) -> list[Column]:
+def fit_columns(width: int) -> list[Column]:
     """Return the first columns, as many as fit into the width."""
-    ends = itertools.accumulate(column.width + len(GAP) for column in COLUMNS)
-    return [column for column, end in zip(COLUMNS, ends, strict=True) if end - len(GAP) <= width]
+    columns: list[Column] = []
+    end = 0
+    for column in COLUMNS:
+        end += column.width
+        if end > width:
+            break
+        columns.append(column)
+        end += len(GAP)
+    return columns
+
+
+# The end of a run
+
+
+def summary(
+    records: Sequence[Mapping[str, float]],
+    *,
+    folder: RunFolder,
+    run_s: float,
+    config: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the last lines of a run: steps, time, evaluations, results and the bottleneck.
+
+    finished: 80 steps in 0:04:12
+      evaluation      correct 0.375 -> 0.979 of 512 problems
+      checkpoint      outputs/x/checkpoints/step-80
+      Hugging Face    outputs/x/checkpoints/hf
+      LoRA adapter    outputs/x/checkpoints/adapter
+      learning curve  outputs/x/learning_curve.png
+      report          python -m rl.report outputs/x
+      bottleneck      generation takes 61% of a step and reaches 8% of what the machine can do: ...
+      would move it   --loop.max_off_policy_steps 1
+    """
+    num_steps = round(max((record["step"] for record in records), default=0))
+    lines = [f"finished: {num_steps} steps in {datetime.timedelta(seconds=round(run_s))}"]
+
+    evaluations = [record for record in records if "eval/correct" in record]
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        start = f"{first['eval/correct']:.3f} -> " if len(evaluations) > 1 else ""
+        end = f"{last['eval/correct']:.3f} of {last['eval/num_problems']:.0f} problems"
+        lines.append(f"  evaluation      correct {start}{end}")
+
+    # Exports are optional, and a run of no steps has no checkpoint.
+    results = {
+        "checkpoint": folder.checkpoints / f"step-{num_steps}",
+        "Hugging Face": folder.checkpoints / "hf",
+        "LoRA adapter": folder.checkpoints / "adapter",
+        "learning curve": folder.learning_curve,
+    }
+    for title, path in results.items():
+        if path.exists():
+            lines.append(f"  {title:<14}  {path}")
+    if num_steps:
+        lines.append(f"  report          python -m rl.report {folder.path}")
+
+    limit = bottleneck(typical(records), config)
+    if limit is not None:
+        lines += [f"  bottleneck      {limit.sentence}", f"  would move it   {limit.setting}"]
+    return "\n".join(lines)

@@ -1,5 +1,6 @@
-"""Configs and clients of TensorBoard, Weights & Biases and trackio. All calls of one logger come
-from one thread.
+"""Configs and clients of TensorBoard, Weights & Biases and trackio.
+
+All calls of one logger come from one thread.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ class MetricsLogger:
     name: str
 
     def open(self, last_step: int | None) -> None:
-        """Start, or continue a run after this step; called again when the run goes back to an
-        earlier step.
+        """Start, or continue a run after this step.
+
+        Called again when the run goes back to an earlier step.
         """
 
     def write(self, step: int, values: Mapping[str, float], *, row: int) -> None:
@@ -47,6 +49,8 @@ class TensorBoardConfig:
 
 
 class TensorBoardLogger(MetricsLogger):
+    """Writer of TensorBoard's event files."""
+
     name = "tensorboard"
 
     def __init__(self, folder: Path) -> None:
@@ -66,6 +70,7 @@ class TensorBoardLogger(MetricsLogger):
         assert self._writer is not None
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        # Otherwise the file is written every two minutes.
         self._writer.flush()
 
     def close(self, *, failed: bool) -> None:
@@ -96,10 +101,8 @@ class WandbConfig:
 
 
 @contextmanager
-def error_hooks_kept() -> Iterator[None]:
-    """Undo W&B's changes of `sys.excepthook` and `sys.exit`, with which every error would be
-    printed twice.
-    """
+def keep_error_hooks() -> Iterator[None]:
+    """Undo W&B's changes of `sys.excepthook` and `sys.exit`, which print every error twice."""
     hooks = sys.excepthook, sys.exit
     try:
         yield
@@ -124,6 +127,7 @@ class WandbLogger(MetricsLogger):
         self._run: Any = None
 
     def open(self, last_step: int | None) -> None:
+        # W&B cannot go back: it keeps its records of steps that are trained again.
         if self._run is not None:
             return
         if self._config.mode == "offline":
@@ -131,13 +135,14 @@ class WandbLogger(MetricsLogger):
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        with error_hooks_kept():
+        with keep_error_hooks():
             self._run = wandb.init(
                 **self._arguments,
                 project=self._config.project,
                 mode=self._config.mode,
                 resume="allow",
-                reinit="create_new",  # a notebook may have another run
+                # A notebook may have another run.
+                reinit="create_new",
                 settings=wandb.Settings(
                     console="off",
                     silent=True,
@@ -200,11 +205,12 @@ class TrackioLogger(MetricsLogger):
     def write(self, step: int, values: Mapping[str, float], *, row: int) -> None:
         from trackio.sqlite_storage import SQLiteStorage
 
+        # A row with an id that exists stays as it is: a step that is trained again.
         SQLiteStorage.bulk_log(
             **self._run,
             metrics_list=[dict(values)],
             steps=[step],
             config=self._settings,
-            log_ids=[f"{self._run['run_id']}-{row}"],  # an existing row stays as it is
+            log_ids=[f"{self._run['run_id']}-{row}"],
         )
         self._settings = None

@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import TextIO
 
 from rl.utils.errors import optional_write
-from rl.utils.excerpts import shortened
 from rl.utils.files import BoundedFile
-from rl.utils.printing import visible
+from rl.utils.printing import shortened, visible
 
 OUR_PACKAGES = ("rl", "actors", "losses", "configs", "__main__")
 
@@ -57,10 +56,10 @@ def setup_logging(
     console_level: int | str = logging.WARNING,
     console: TextIO | None = None,
 ) -> Callable[[], None]:
-    """Set up logging in this process, for uncaught exceptions too, and return a function that
-    undoes the set-up.
+    """Set up logging in this process, for uncaught exceptions too.
 
-    An earlier set-up is replaced. Records below INFO are kept only if `console_level` is lower.
+    Returns a function that undoes the set-up. An earlier set-up is replaced. Records below INFO are
+    kept only if `console_level` is lower.
 
     Args:
         folder: folder of `<role>-<rank>.log`; None writes no file.
@@ -135,10 +134,10 @@ class _ConsoleHandler(logging.StreamHandler[TextIO]):
 
 
 class _FileHandler(logging.Handler):
-    """Handler that appends to a file; records that the disk refuses are lost, and a warning says so
-    once.
+    """Handler that appends to a file.
 
-    The older half of a long log is `<role>-<rank>.1.log`.
+    Records that the disk refuses are lost, and a warning says so once. The older half of a long log
+    is `<role>-<rank>.1.log`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -149,7 +148,8 @@ class _FileHandler(logging.Handler):
         try:
             with optional_write(self._file.path):
                 self._file.append(self.format(record) + "\n")
-        except Exception:  # noqa: BLE001  (a record that cannot be formatted; every logging handler does this)
+        except Exception:  # noqa: BLE001
+            # A record that cannot be formatted; every logging handler does this.
             self.handleError(record)
 
     def close(self) -> None:

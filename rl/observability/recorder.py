@@ -18,9 +18,10 @@ Shape legend: P groups, G scored rollouts of each, C tokens that the model produ
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
@@ -38,11 +39,17 @@ from rl.rollouts.producer import Batch
 from rl.tasks.data import write_pass_rates
 from rl.types import Rollout, Score, Turn
 from rl.utils.errors import optional_write
-from rl.utils.files import BoundedFile, json_lines, previous_file
+from rl.utils.files import BoundedFile, get_previous_file, json_lines
+from rl.utils.threads import WRITE_S, OverdueError, run_aside
 
 logger = logging.getLogger(__name__)
 
 PASS_RATES = "pass_rates.jsonl"
+CLOSE_S = 30.0
+"""Timeout of a background write that is under way when a run ends with an error."""
+
+
+# What is recorded
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,13 +91,21 @@ class TrainedRollout:
     """[C] float32, nats; NaN for tokens that were cut off. None if the trainer did not return them.
     """
 
-    def by_turn(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-        values = {"advantages": self.advantages, "trainer_logprobs": self.trainer_logprobs}
-        values["mask"] = None if self.mask is None else self.mask.astype(np.int8)
-        ends = np.cumsum([len(turn.completion.token_ids) for turn in turns])[:-1]
-        parts = {name: np.split(v, ends) for name, v in values.items() if v is not None}
-        short = {"advantages": _shortest, "mask": _shortest, "trainer_logprobs": _rounded}
-        return [{name: short[name](of[i]) for name, of in parts.items()} for i in range(len(turns))]
+    def split_by_turn(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+        """Return the fields of each turn's line; `turns` are those of the rollout."""
+        lines: list[dict[str, Any]] = []
+        start = 0
+        for turn in turns:
+            tokens = slice(start, start + len(turn.completion.token_ids))
+            line: dict[str, Any] = {"advantages": _fold_equal(self.advantages[tokens])}
+            if self.trainer_logprobs is not None:
+                line["trainer_logprobs"] = _round(self.trainer_logprobs[tokens])
+            if self.mask is not None:
+                # 0 and 1 are shorter than false and true, and there may be thousands.
+                line["mask"] = _fold_equal(self.mask[tokens].astype(np.int8))
+            lines.append(line)
+            start = tokens.stop
+        return lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -111,10 +126,11 @@ lines.
 """
 
 
+# The file
+
+
 class Recorder:
-    """Writer of rollouts.jsonl, which replaces rollouts.1.jsonl when it has half of the allowed
-    size.
-    """
+    """Writer of rollouts.jsonl, which replaces rollouts.1.jsonl at half of the allowed size."""
 
     def __init__(self, path: Path, *, config: RecorderConfig) -> None:
         self.path = path
@@ -124,8 +140,9 @@ class Recorder:
         """Return the ids of the rollouts whose tokens `step` will record."""
         if not (self.config.enable and self.config.tokens):
             return []
-        chosen = self._chosen([(group, (), {}) for group in groups])
-        return [entry.id for entry in chosen if entry.id is not None]
+        entries = self._choose(_make_candidates(groups, {}))
+        # A failed rollout is recorded too, but has no id, as nothing was trained on it.
+        return [entry.id for entry in entries if entry.id is not None]
 
     def step(self, step: int, batch: Batch, trained_PG: Sequence[Sequence[TrainedRollout]]) -> None:
         """Record a step's groups, in order, and the groups that were dropped before it."""
@@ -136,61 +153,80 @@ class Recorder:
     def stopped(self, step: int, batch: Batch) -> None:
         """Record the producer's groups when the run stopped before this step's batch."""
         head = {"step": step, "kind": "pending"}
-        self._record([(group, (), head) for group in batch.groups], step, batch)
+        self._record(_make_candidates(batch.groups, head), step, batch)
 
     def _record(self, groups: Sequence[Candidates], step: int, batch: Batch) -> None:
-        head = {"step": step, "kind": "dropped"}
-        dropped: list[Candidates] = [
-            (group, (), {**head, "dropped": why}) for why, group in batch.dropped
-        ]
-        self._append([*self._chosen(groups), *self._chosen(dropped)])
+        dropped: list[Candidates] = []
+        for reason, group in batch.dropped:
+            dropped.append((group, (), {"step": step, "kind": "dropped", "dropped": reason}))
+        # Each kind has its own `num_groups`, or many dropped groups would leave no trained group.
+        self._append([*self._choose(groups), *self._choose(dropped)])
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
         """Record an evaluation, and write pass_rates.jsonl if problems were sampled several times.
 
         The pass rate of a problem is its share of right replies, for a difficulty filter.
         """
-        chosen: list[Entry] = []
+        entries: list[Entry] = []
         for done in result.sets:
-            for kind, groups in (
-                ("eval", [[pair] for pair in done.greedy]),
-                ("eval_sampled", done.sampled),
-            ):
+            greedy = [[pair] for pair in done.greedy]
+            for kind, groups in (("eval", greedy), ("eval_sampled", done.sampled)):
                 head = {"step": step, "set": done.name, "kind": kind}
-                entries = [
-                    [Entry(rollout=r, score=s, head=head) for r, s in group] for group in groups
-                ]
-                num = (
-                    len(entries)
-                    if self.config.num_eval_problems is None
-                    else self.config.num_eval_problems
-                )
-                chosen += _first_and_odd(entries, num, most=max(map(len, entries), default=0))
-        self._append(chosen)
-        if self.config.enable and (rates := result.pass_rates()):
+                entries += self._choose_evaluated(groups, head)
+        self._append(entries)
+
+        rates = result.pass_rates()
+        if self.config.enable and rates:
             file = self.path.with_name(PASS_RATES)
             with optional_write(file):
                 write_pass_rates(file, rates)
 
-    def _chosen(self, groups: Sequence[Candidates]) -> list[Entry]:
+    def _choose(self, groups: Sequence[Candidates]) -> list[Entry]:
         num = len(groups) if self.config.num_groups is None else self.config.num_groups
-        entries_PG = [
-            _entries(group, trained, number=p, head=head)
-            for p, (group, trained, head) in enumerate(groups)
-            if p < num or any(map(_is_odd, group.scores))
-        ]
-        most = max((len(group.rollouts) for group, _, _ in groups), default=0)
-        return list(_first_and_odd(entries_PG, num, most=most))
+        entries_PG: list[list[Entry]] = []
+        group_size = 0
+        for p, (group, trained, head) in enumerate(groups):
+            group_size = max(group_size, len(group.rollouts))
+            # A step has hundreds of groups: entries are made only of those that may be chosen.
+            if p < num or any(map(_is_odd, group.scores)):
+                entries_PG.append(_make_entries(group, trained, number=p, head=head))
+        return list(_choose_first_and_odd(entries_PG, num, most=group_size))
 
-    def _line(self, entry: Entry) -> dict[str, Any]:
+    def _choose_evaluated(
+        self, groups: Sequence[Sequence[tuple[Rollout, Score]]], head: Mapping[str, Any]
+    ) -> Iterator[Entry]:
+        entries_PG: list[list[Entry]] = []
+        for group in groups:
+            entries = [Entry(rollout=r, score=s, head=head) for r, s in group]
+            entries_PG.append(entries)
+        num = self.config.num_eval_problems
+        num = len(entries_PG) if num is None else num
+        return _choose_first_and_odd(entries_PG, num, most=max(map(len, entries_PG), default=0))
+
+    def _append(self, entries: Sequence[Entry]) -> None:
+        if not self.config.enable:
+            return
+        file = BoundedFile(self.path, max_bytes=int(self.config.max_megabytes * 1e6))
+        with optional_write(self.path), closing(file):
+            for entry in entries:
+                line = to_json(self._describe(entry)) + "\n"
+                if len(line) > file.max_line:
+                    logger.warning(
+                        "a rollout of %d bytes is too long for %s", len(line), self.path.name
+                    )
+                elif file.append(line):
+                    logger.info("%s is full: the oldest rollouts are dropped", self.path.name)
+
+    def _describe(self, entry: Entry) -> dict[str, Any]:
+        """Return the object of an entry's line."""
         rollout, score, trained = entry.rollout, entry.score, entry.trained
-        turns = [self._turn(turn) for turn in rollout.turns]
+        turns = [self._describe_turn(turn) for turn in rollout.turns]
         if trained is not None and self.config.tokens:
-            for fields, more in zip(turns, trained.by_turn(rollout.turns), strict=True):
+            for fields, more in zip(turns, trained.split_by_turn(rollout.turns), strict=True):
                 fields |= more
         line = {
             **entry.head,
-            "advantage": None if trained is None else _shortest(trained.advantages),
+            "advantage": None if trained is None else _fold_equal(trained.advantages),
             "problem": rollout.prompt.problem.id,
             "answer": rollout.prompt.problem.answer,
             "sample": rollout.sample,
@@ -202,9 +238,9 @@ class Recorder:
             "unparsed": score.unparsed or None,
             "turns": turns,
         }
-        return {name: value for name, value in line.items() if value is not None}
+        return _drop_none(line)
 
-    def _turn(self, turn: Turn) -> dict[str, Any]:
+    def _describe_turn(self, turn: Turn) -> dict[str, Any]:
         completion = turn.completion
         fields: dict[str, Any] = {
             "messages": [{"role": m.role, "content": m.content} for m in turn.messages],
@@ -217,59 +253,57 @@ class Recorder:
             fields |= {
                 "prompt_ids": turn.prompt_ids,
                 "token_ids": completion.token_ids,
-                "logprobs": _rounded(completion.logprobs),
-                "policy_versions": _shortest(completion.policy_versions),
+                "logprobs": _round(completion.logprobs),
+                "policy_versions": _fold_equal(completion.policy_versions),
             }
-        return {name: value for name, value in fields.items() if value is not None}
-
-    def _append(self, entries: Sequence[Entry]) -> None:
-        if not self.config.enable:
-            return
-        file = BoundedFile(self.path, max_bytes=int(self.config.max_megabytes * 1e6))
-        with optional_write(self.path), closing(file):
-            for entry in entries:
-                line = to_json(self._line(entry)) + "\n"
-                if len(line) > file.max_line:
-                    logger.warning(
-                        "a rollout of %d bytes is too long for %s", len(line), self.path.name
-                    )
-                elif file.append(line):
-                    logger.info("%s is full: the oldest rollouts are dropped", self.path.name)
+        return _drop_none(fields)
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
     """Return the rollouts of both files, oldest first, without damaged lines."""
-    parts = (previous_file(path), path)
-    return [rollout for part in parts for _, rollout in json_lines(part) if rollout is not None]
+    rollouts: list[dict[str, Any]] = []
+    for part in (get_previous_file(path), path):
+        for _, rollout in json_lines(part):
+            if rollout is not None:
+                rollouts.append(rollout)
+    return rollouts
 
 
-def _entries(
+def _make_candidates(groups: Iterable[Group], head: Mapping[str, Any]) -> list[Candidates]:
+    return [(group, (), head) for group in groups]
+
+
+def _make_entries(
     group: Group, trained: Iterable[TrainedRollout], *, number: int, head: Mapping[str, Any]
 ) -> list[Entry]:
-    """Return the entries of group `number`; `trained` belongs to its scored rollouts, or is
-    empty.
-    """
+    """Return the entries of group `number`; `trained` is of its scored rollouts, or empty."""
     entries: list[Entry] = []
     of_scored = zip_longest(range(len(group.scored)), trained)
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
         if score.failure is not None:
+            # A rollout that could not be scored was not trained on.
             entries.append(Entry(rollout=rollout, score=score, head=head))
         else:
-            sample, known = next(of_scored)
+            sample, training = next(of_scored)
             entries.append(
-                Entry(rollout=rollout, score=score, head=head, trained=known, id=(number, sample))
+                Entry(
+                    rollout=rollout, score=score, head=head, trained=training, id=(number, sample)
+                )
             )
     return entries
 
 
-def _first_and_odd(entries_PG: Sequence[list[Entry]], num: int, *, most: int) -> Iterator[Entry]:
-    """Yield the entries of the first `num` groups, and as many odd ones of others as `num` groups
-    of `most` hold.
+def _choose_first_and_odd(
+    entries_PG: Sequence[list[Entry]], num: int, *, most: int
+) -> Iterator[Entry]:
+    """Yield the entries of the first `num` groups, and odd entries of the other groups.
+
+    These are at most as many as `num` groups of `most` hold: a broken reward function makes every
+    rollout of a step odd.
     """
     yield from chain.from_iterable(entries_PG[:num])
-    yield from islice(
-        (e for e in chain.from_iterable(entries_PG[num:]) if _is_odd(e.score)), num * most
-    )
+    others = chain.from_iterable(entries_PG[num:])
+    yield from islice((entry for entry in others if _is_odd(entry.score)), num * most)
 
 
 def _is_odd(score: Score) -> bool:
@@ -277,11 +311,87 @@ def _is_odd(score: Score) -> bool:
     return score.failure is not None or bool(score.unparsed)
 
 
-def _shortest(values: np.ndarray) -> list[float] | float:
+def _drop_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _fold_equal(values: np.ndarray) -> list[float] | float:
     """Return one number if all are equal, else the list."""
     numbers: list[float] = values.tolist()
     return numbers[0] if len(set(numbers)) == 1 else numbers
 
 
-def _rounded(logprobs: np.ndarray) -> list[float]:
-    return [round(float(p), 6) for p in logprobs]
+def _round(logprobs: np.ndarray) -> list[float]:
+    # Float32 has about six digits; Python would write the 17 of a double.
+    return [round(float(logprob), 6) for logprob in logprobs]
+
+
+# Beside the training
+
+
+class BackgroundWriter:
+    """Writer that runs one write at a time in a thread, while the loop trains.
+
+    An error surfaces before the next write begins, so no step is recorded after a step that is
+    missing in the file.
+    """
+
+    def __init__(self, name: str, *, close_s: float = CLOSE_S) -> None:
+        self._name = name
+        self._close_s = close_s
+        self._writing: asyncio.Task[None] | None = None
+        self._hangs = False
+
+    async def begin(self, write: Callable[[], None]) -> None:
+        """Start a write after the previous write; raise the error of the previous write."""
+        await self.finish()
+        self._writing = asyncio.create_task(run_aside(write, name=self._name, limit_s=WRITE_S))
+
+    async def finish(self) -> None:
+        """Wait for the write that is under way, and raise its error once.
+
+        Raises OverdueError if the disk hangs.
+        """
+        writing = self._writing
+        if writing is None:
+            return
+        try:
+            # A cancelled run still finishes the write: `close` waits for it.
+            await asyncio.shield(writing)
+        except OverdueError:
+            self._hangs = True
+            raise
+        finally:
+            if writing.done():
+                self._writing = None
+
+    async def last(self, write: Callable[[], None]) -> None:
+        """Write the last part of a run that stops with an error, in the calling thread.
+
+        Errors are logged, since the run reports its own. If the thread is not done within
+        `close_s`, nothing is written, since two threads would write into one file.
+        """
+        if not await self.close():
+            logger.warning("%s: the last part of the run is not written", self._name)
+            return
+        try:
+            write()
+        except Exception as error:
+            logger.warning("%s: %r", self._name, error, exc_info=error)
+
+    async def close(self) -> bool:
+        """Wait up to `close_s` and log an unseen error; return False if the thread still writes.
+
+        Idempotent.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await asyncio.wait({writing}, timeout=self._close_s)
+            if not writing.done():
+                logger.warning("%s: not done after %g s", self._name, self._close_s)
+                writing.cancel()
+                self._hangs = True
+            elif not writing.cancelled() and writing.exception():
+                error = writing.exception()
+                logger.warning("%s: %r", self._name, error, exc_info=error)
+        return not self._hangs

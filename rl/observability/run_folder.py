@@ -1,4 +1,4 @@
-"""Folder of one run: its files and its lock.
+"""Folder of one run: the names of its files, and its lock.
 
     outputs/<name>/
         config.json  defaults.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl
@@ -7,17 +7,19 @@
 
 The run holds a lock on `.lock`, which the kernel releases when the process ends. `status.json` says
 whether the run finished. A run that continues from a checkpoint first truncates its records to the
-checkpoint (`cut_back`).
+checkpoint (`rl.observability.metrics.cut_back`).
+
+Readers take nothing in a folder for granted, as it may come from anybody: `refuse_special_files`.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -25,40 +27,138 @@ from typing import Literal
 
 from filelock import FileLock
 
-from rl.observability.run_files import (
-    AS_WHAT,
-    CONFIG,
-    DEFAULTS,
-    ENVIRONMENT,
-    EVENTS,
-    LOGS,
-    METRICS,
-    OLD_SUFFIX,
-    OWN_FOLDERS,
-    ROLLOUTS,
-    SINK_FOLDERS,
-    STATUS,
-    WEIGHTS,
-    files_of_runs,
-    is_run,
-    is_unused,
-    read_status,
-    refuse_special_files,
-    remove_versions,
-)
-from rl.types import LoopPosition
+from rl.observability.metrics import OLD_SUFFIX
+from rl.observability.spans import SPANS_FOLDER, STATE_FOLDER
 from rl.utils.errors import writing
 from rl.utils.files import (
     LOCK,
     TMP_SUFFIX,
     atomic_write,
     folder_errors,
+    is_regular,
     lock_folder,
     make_folder,
-    previous_file,
+    parse_json,
+    read_regular,
 )
 
-logger = logging.getLogger(__name__)
+STARTING_POINTS = "starting_points"
+"""Folder beside the runs that keeps warmed-up and converted models for later runs."""
+STATUS = "status.json"
+CONFIG = "config.json"
+AS_WHAT = "a run's folder"
+EVENTS = "events.jsonl"
+ENVIRONMENT = "environment.json"
+DEFAULTS = "defaults.json"
+"""File with the values that the run's config function returns without options."""
+REPORT = "report.html"
+TIMELINE = "timeline.json"
+METRICS = "metrics.jsonl"
+ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
+TENSORBOARD = "tensorboard"
+LOGS = "logs"
+OWN_FOLDERS = (LOGS, "checkpoints")
+SINK_FOLDERS = (TENSORBOARD, "wandb")
+WEIGHTS = "weights"
+"""Folder of weights that are published as files; its versions are removed at a regular end of the
+run.
+"""
+OWN_FILES = (
+    CONFIG, DEFAULTS, METRICS, *ROLLOUTS, f"*.jsonl{OLD_SUFFIX}", "pass_rates.jsonl",
+    "learning_curve.png",
+    EVENTS, ENVIRONMENT, REPORT, TIMELINE, STATUS, "nan_batch_*.npz", "collectives_rank*",
+)  # fmt: skip
+"""Patterns of the files that a run writes; the last two are of a trainer that failed: the batch of
+a loss that is not finite, and the latest collectives of each rank."""
+
+_VERSION = re.compile(r"v\d+")
+
+
+# What a folder holds
+
+
+def read_status(path: Path) -> Literal["running", "finished"] | None:
+    """Return the status of a run, "running" also if it was killed; None without status.json.
+
+    Example:
+        >>> read_status(Path("outputs/x"))
+        'finished'
+    """
+    if not is_run(path):
+        return None
+    try:
+        content = parse_json(read_regular(path / STATUS))
+    except ValueError:
+        # The file was cut short by the end of its process.
+        return "running"
+    return "finished" if content["status"] == "finished" else "running"
+
+
+def refuse_special_files(path: Path) -> None:
+    """Raise ValueError for links, pipes and devices in place of the files and folders of a run.
+
+    A link may lead to any file of this user, and a pipe or a device may have no end.
+    """
+    names = (CONFIG, DEFAULTS, ENVIRONMENT, EVENTS, METRICS, STATUS, *ROLLOUTS)
+    files = [path / name for name in names]
+    for folder in (path / LOGS, path / LOGS / STATE_FOLDER, path / LOGS / SPANS_FOLDER):
+        if folder.is_symlink():
+            raise ValueError(f"{folder} is a link, not a folder of the run")
+        # Of the other logs no program reads any.
+        if folder.name != LOGS:
+            files += folder.glob("*")
+    for file in files:
+        if not is_regular(file, may_be_missing=True):
+            raise ValueError(f"{file} is not a regular file")
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder has the status of a run, or a damaged status beside a config."""
+    if not is_regular(path / STATUS):
+        return False
+    try:
+        status = parse_json(read_regular(path / STATUS))
+        return isinstance(status, dict) and status.get("status") in ("running", "finished")
+    except ValueError:
+        return is_regular(path / CONFIG)
+
+
+def is_unused(path: Path) -> bool:
+    """Return whether a folder holds at most what a start leaves that was killed early.
+
+    Such a start has not written the status, so the folder is not yet a run's.
+    """
+    for entry in path.iterdir():
+        is_empty = entry.name in OWN_FOLDERS and not entry.is_symlink() and entry.is_dir()
+        if is_empty and not any(entry.iterdir()):
+            continue
+        if entry.name not in (LOCK, f"{STATUS}{TMP_SUFFIX}") or not is_regular(entry):
+            return False
+    return True
+
+
+def remove_versions(folder: Path) -> None:
+    """Remove the weights that were published as files, and the folder if nothing else is in it."""
+    if not folder.is_dir() or folder.is_symlink():
+        return
+    for version in folder.iterdir():
+        if _VERSION.fullmatch(version.name) and not version.is_symlink():
+            shutil.rmtree(version, ignore_errors=True)
+    # It may hold something that a person put there.
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def list_files(path: Path, *, suffixes: Sequence[str]) -> list[Path]:
+    """Return the files that runs write; a killed process leaves those with `TMP_SUFFIX`."""
+    files: list[Path] = []
+    for name in OWN_FILES:
+        for suffix in suffixes:
+            files += path.glob(name + suffix)
+    return files
+
+
+# The folder of a run that writes into it
 
 
 class RunFolder:
@@ -116,14 +216,17 @@ class RunFolder:
             raise ValueError(f"name={name!r} is not a folder name")
         path = Path(dump_folder).expanduser().absolute() / name
         is_new = _make_new(path)
-        if time_stamp and not is_new:
-            others = (path.with_name(f"{name}-{number}") for number in count(2))
-            path, is_new = next(other for other in others if _make_new(other)), True
+        numbers = count(2)
+        while time_stamp and not is_new:
+            path = path.with_name(f"{name}-{next(numbers)}")
+            is_new = _make_new(path)
         make_folder(path, AS_WHAT)
         _refuse_foreign(path)
+
         folder = cls(path, checkpoints=checkpoints, is_new=is_new)
         try:
             folder._lock = lock_folder(path, as_what=AS_WHAT, otherwise="choose another name")
+            # With the lock, as another run may have begun here meanwhile.
             check_free(path, overwrite=overwrite)
             _refuse_inputs(path, inputs or {})
             with folder_errors(path, AS_WHAT):
@@ -137,8 +240,9 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: Path, *, checkpoints: Path | None = None) -> RunFolder:
-        """Lock the folder, to continue its run after `reopen`; raises ValueError unless a run of it
-        has ended.
+        """Lock the folder, to continue its run after `reopen`.
+
+        Raises ValueError if it is not the folder of a run, or its run goes on.
         """
         folder = cls.to_read(path, checkpoints=checkpoints)
         folder._lock = lock_folder(
@@ -164,7 +268,7 @@ class RunFolder:
 
     def reopen(self) -> None:
         """Mark the run as running again, and remove temporary files of its last process."""
-        for file in files_of_runs(self.path, suffixes=(TMP_SUFFIX,)):
+        for file in list_files(self.path, suffixes=(TMP_SUFFIX,)):
             file.unlink(missing_ok=True)
         remove_versions(self.path / WEIGHTS)
         with folder_errors(self.path, AS_WHAT):
@@ -172,7 +276,8 @@ class RunFolder:
 
     def _start(self) -> None:
         for folder in (self.logs, self.checkpoints):
-            if folder.parent == self.path:  # other folders for checkpoints are made by the trainer
+            # Another folder for checkpoints is made by the trainer.
+            if folder.parent == self.path:
                 folder.mkdir(exist_ok=True)
         _write_status(self.path, "running")
 
@@ -224,10 +329,11 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ValueError(f"{path} holds {_describe_run(path, status)} or --overwrite to replace it")
-    if (
-        path.is_symlink()
-        and (path.parent / path.readlink()).parent.resolve() == path.parent.resolve()
-    ):
+
+    # A link to another disk is the person's own way to place a run. A link to a run beside it, such
+    # as `latest`, is only another name.
+    is_link = path.is_symlink()
+    if is_link and (path.parent / path.readlink()).parent.resolve() == path.parent.resolve():
         raise ValueError(
             f"{path} is a link to the folder of another run, {path.resolve()}, which --overwrite "
             "would replace; give the name of that folder, or choose another name"
@@ -257,8 +363,9 @@ def _make_new(path: Path) -> bool:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Refuse a folder that holds something and is not a run's: no file of a person is replaced or
-    among a run's.
+    """Refuse a folder that holds something and is not a run's.
+
+    No file of a person is replaced, or stands among those of a run.
     """
     if not is_run(path) and not is_unused(path):
         raise ValueError(f"{path} exists and is not a run's folder; choose another name")
@@ -277,7 +384,8 @@ def _refuse_inputs(path: Path, inputs: Mapping[str, Path]) -> None:
 def _clear(path: Path) -> None:
     """Remove the files and folders that runs write, and no others."""
     folders = [path / name for name in (*OWN_FOLDERS, *SINK_FOLDERS)]
-    for target in (*folders, *files_of_runs(path, suffixes=("", TMP_SUFFIX))):
+    for target in (*folders, *list_files(path, suffixes=("", TMP_SUFFIX))):
+        # Of a link only the link is removed: its target may hold other things.
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)
         else:
@@ -288,73 +396,3 @@ def _write_status(path: Path, status: Literal["running", "finished"]) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with atomic_write(path / STATUS) as file:
         file.write_text(json.dumps({"status": status, "since": now, "pid": os.getpid()}) + "\n")
-
-
-def cut_back(*, metrics: Path, rollouts: Path, position: LoopPosition | None) -> None:
-    """Truncate a run's records to the checkpoint that the run continues from.
-
-    Lines of later steps are removed, since those steps are repeated; so are evaluations that the
-    checkpoint does not include, an unfinished last line, and lines that are not JSON. A file is
-    replaced by one rename, or unchanged. A run that starts from the beginning keeps its earlier
-    files under another name.
-
-    Args:
-        position: position of the checkpoint; None if the run starts from the beginning.
-
-    Raises:
-        UnwrittenError: the disk has no room for the kept lines; the file is unchanged.
-    """
-    num_kept, *_ = (_cut(file, position) for file in (metrics, previous_file(rollouts), rollouts))
-    if position is not None and num_kept < position.num_records:
-        logger.warning(
-            "%s has %d lines up to step %d, but %d were written: some are lost",
-            metrics, num_kept, position.step, position.num_records,
-        )  # fmt: skip
-
-
-def _cut(file: Path, position: LoopPosition | None) -> int:
-    """Return the number of kept lines; a file without any is removed or, without a checkpoint,
-    renamed.
-    """
-    if not file.exists():
-        return 0
-    if position is None:
-        old = file.with_name(f"{file.name}{OLD_SUFFIX}")
-        logger.warning(
-            "the run starts from the beginning: its earlier %s is now %s", file.name, old.name
-        )
-        with writing(file):
-            file.replace(old)
-        return 0
-    with file.open("rb") as opened:
-        lines = opened.readlines()
-    kept = [line for line in lines if _is_kept(line, position)]
-    with writing(file):
-        if len(kept) < len(lines):
-            logger.info(
-                "%s: removed %d lines of steps that are repeated", file.name, len(lines) - len(kept)
-            )
-        if not kept:
-            file.unlink()
-        elif len(kept) < len(lines):
-            with atomic_write(file) as new, new.open("wb") as shorter:
-                shorter.writelines(kept)
-                shorter.flush()
-                os.fsync(shorter.fileno())
-    return len(kept)
-
-
-def _is_kept(line: bytes, position: LoopPosition) -> bool:
-    """Return whether a line of metrics or rollouts belongs to the checkpoint."""
-    if not line.endswith(b"\n"):
-        return False
-    try:
-        record = json.loads(line)
-        step, kind = int(record["step"]), str(record.get("kind", ""))
-    except (ValueError, KeyError, TypeError):
-        logger.warning("removed a damaged line: %.80r", line)
-        return False
-    is_evaluation = kind.startswith("eval") or any(name.startswith("eval/") for name in record)
-    if step > position.step:
-        return False
-    return step < position.step or position.evaluated or not is_evaluation

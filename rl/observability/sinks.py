@@ -16,7 +16,6 @@ import importlib.util
 import logging
 import math
 import queue
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,13 +37,13 @@ from rl.observability.loggers import (
     TrackioLogger,
     WandbConfig,
     WandbLogger,
-    error_hooks_kept,
+    keep_error_hooks,
 )
-from rl.observability.metrics import Record, read_metrics, reduced
-from rl.observability.run_files import METRICS, TENSORBOARD
+from rl.observability.metrics import Record, read_metrics, reduce_record
+from rl.observability.run_folder import LOGS, METRICS, TENSORBOARD
 from rl.observability.spans import span
 from rl.utils.errors import StopRequestedError, optional_write
-from rl.utils.threads import run_aside
+from rl.utils.threads import WorkerThread, run_aside
 
 INSTALL = "python tools/setup_env.py sinks, or pip install 'relay-rl[sinks]'"
 RUN_ID = "sinks/run_id"
@@ -63,9 +62,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class SinksConfig:
-    """Destinations of a run's metrics beside metrics.jsonl, which is always written:
-    docs/metrics.md.
-    """
+    """Destinations of a run's metrics beside metrics.jsonl, which is always written."""
 
     console: ConsoleConfig = field(default_factory=ConsoleConfig)
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
@@ -89,10 +86,10 @@ class SinksConfig:
 def check_installed(config: SinksConfig) -> None:
     """Raise a ValueError if a package of an enabled logger is not installed; import nothing."""
     for name in config.enabled:
-        found = importlib.util.find_spec(name)
+        package = importlib.util.find_spec(name)
         # A folder of that name, such as W&B's in the working directory, is a package without a
         # file.
-        if found is None or found.origin is None:
+        if package is None or package.origin is None:
             raise ValueError(
                 f"sinks.{name}.enable=True: the package {name} is not installed. Install the extra "
                 f"`sinks` ({INSTALL}), or set it to False"
@@ -105,7 +102,7 @@ def check_sinks(config: SinksConfig) -> None:
     if config.wandb.enable and config.wandb.mode == "online":
         import wandb
 
-        with error_hooks_kept():
+        with keep_error_hooks():
             wandb.setup(wandb.Settings(silent=True))
             has_key = wandb.login(prompt=False, verify=False)
         if not has_key:
@@ -115,22 +112,23 @@ def check_sinks(config: SinksConfig) -> None:
             )
 
 
-# Threads
+# Loggers in threads
 
 
-class LoggerThread:
-    """Daemon thread that hands records to one logger, through a bounded queue."""
+class QueuedLogger:
+    """Logger in a thread behind a bounded queue, so that it never delays a step.
+
+    After an error the logger is opened again with the next record.
+    """
 
     def __init__(self, metrics_logger: MetricsLogger, *, max_queued: int = MAX_QUEUED) -> None:
         self.name = metrics_logger.name
         self._num_given = self._num_taken = 0
         self._logger = metrics_logger
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(max_queued)
         self._last_step: int | None = None
         self._is_open = False
         self._has_warned = False
-        self._thread = threading.Thread(target=self._work, name=f"sink-{self.name}", daemon=True)
-        self._thread.start()
+        self._thread = WorkerThread(f"sink-{self.name}", max_queued=max_queued)
 
     @property
     def num_lost(self) -> int:
@@ -139,52 +137,45 @@ class LoggerThread:
 
     def begin(self, last_step: int | None) -> None:
         """Start the logger, or let it continue after this step."""
-        self._put(partial(self._open, last_step))
+        self._submit(self._open, last_step)
 
     def write(self, record: Record) -> None:
         """Queue a record; return at once."""
-        values = {
-            name: value for name, entry in record.items() if (value := reduced(entry)) is not None
-        }
         self._num_given += 1
-        self._put(partial(self._write, values))
+        self._submit(self._write, reduce_record(record))
 
     def end(self, *, failed: bool) -> None:
-        """Ask the thread to close the logger after the queued records."""
-        self._put(partial(self._logger.close, failed=failed))
-        self._put(None)
+        """Close the logger after the queued records."""
+        self._submit(partial(self._logger.close, failed=failed))
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread, and log what its logger lacks."""
-        self._thread.join(max(0.0, timeout_s))
-        if self._thread.is_alive() or self.num_lost:
-            self._has_warned = True  # what its thread reports from now on is no news
-            how = (
-                "was not done when the run ended"
-                if self._thread.is_alive()
-                else "has not taken everything"
-            )
+        has_ended = self._thread.stop(timeout_s=timeout_s)
+        if not has_ended or self.num_lost:
+            # What its thread reports from now on is no news.
+            self._has_warned = True
+            state = "has not taken everything" if has_ended else "was not done when the run ended"
             logger.warning(
                 "%s %s: it lacks %d records, which are in %s",
                 self.name,
-                how,
+                state,
                 self.num_lost,
                 METRICS,
             )
 
-    def _put(self, job: Callable[[], None] | None) -> None:
+    def _submit(self, job: Callable[..., None], *args: Any) -> None:
         try:
-            self._jobs.put_nowait(job)
+            self._thread.submit(self._run_job, job, *args)
         except queue.Full:
             self._warn("hangs or is too slow")
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception as error:  # noqa: BLE001  (a logger never stops training)
-                self._is_open = False
-                self._warn(f"failed: {type(error).__name__}: {error}")
+    def _run_job(self, job: Callable[..., None], *args: Any) -> None:
+        """Run a job in the thread. Nobody waits for its result, so its error is reported here."""
+        try:
+            job(*args)
+        except BaseException as error:  # noqa: BLE001  (a logger never stops training)
+            self._is_open = False
+            self._warn(f"failed: {type(error).__name__}: {error}")
 
     def _open(self, last_step: int | None) -> None:
         self._last_step = last_step
@@ -192,10 +183,13 @@ class LoggerThread:
         self._is_open = True
 
     def _write(self, record: dict[str, float]) -> None:
-        if not self._is_open:  # it failed before
+        # It failed before, or could not be opened.
+        if not self._is_open:
             with suppress(Exception):
                 self._logger.close(failed=True)
             self._open(self._last_step)
+
+        # W&B takes one row for each of its steps; a step and its evaluation are two rows.
         is_evaluation = any(name.startswith("eval/") for name in record)
         step = int(record.pop("step"))
         self._logger.write(step, record, row=2 * step + is_evaluation)
@@ -203,6 +197,7 @@ class LoggerThread:
         self._num_taken += 1
 
     def _warn(self, text: str) -> None:
+        # Once: a server that is down would fail at every step.
         level = logging.INFO if self._has_warned else logging.WARNING
         self._has_warned = True
         logger.log(
@@ -214,16 +209,17 @@ class LoggerThread:
 
 
 class RunSinks:
-    """Sink that hands records to the console and the loggers; an async context manager around the
-    run.
+    """Sink that hands records to the console and the loggers.
+
+    An async context manager around the run.
     """
 
     def __init__(
-        self, *, console: Console, threads: Sequence[LoggerThread], metrics: Path, close_s: float
+        self, *, console: Console, loggers: Sequence[QueuedLogger], metrics: Path, close_s: float
     ) -> None:
         """`close_s` is the time that all loggers together have to close."""
         self.console = console
-        self.threads = threads
+        self.loggers = loggers
         self._metrics = metrics
         self._close_s = close_s
 
@@ -231,15 +227,15 @@ class RunSinks:
     def attempt(self) -> Iterator[None]:
         """Show a loop that continues after the records of metrics.jsonl."""
         records = read_metrics(self._metrics)
-        for thread in self.threads:
-            thread.begin(int(records[-1]["step"]) if records else None)
-        with self.console.shown(records):
+        for each in self.loggers:
+            each.begin(int(records[-1]["step"]) if records else None)
+        with self.console.show(records):
             yield
 
     def write(self, record: Record) -> None:
         """Hand on the record of a step or an evaluation."""
-        for thread in self.threads:
-            thread.write(record)
+        for each in self.loggers:
+            each.write(record)
         self.console.write(record)
 
     async def __aenter__(self) -> RunSinks:
@@ -252,17 +248,21 @@ class RunSinks:
         trace: TracebackType | None,
     ) -> None:
         """Let the loggers take the queued records and close, for at most `close_s`."""
-        for thread in self.threads:
-            thread.end(failed=error is not None and not isinstance(error, StopRequestedError))
+        # Ctrl-C is no failure: W&B would mark the run as failed.
+        failed = error is not None and not isinstance(error, StopRequestedError)
+        for each in self.loggers:
+            each.end(failed=failed)
+
+        # After a second Ctrl-C somebody waits at the terminal.
         is_cancelled = error is not None and not isinstance(error, Exception)
         close_s = min(CANCELLED_CLOSE_S, self._close_s) if is_cancelled else self._close_s
         deadline_s = time.monotonic() + close_s
 
         def join() -> None:
-            for thread in self.threads:
-                thread.join(deadline_s - time.monotonic())
+            for each in self.loggers:
+                each.join(deadline_s - time.monotonic())
 
-        if self.threads:
+        if self.loggers:
             with span("waits for its sinks"):
                 await run_aside(join, name="sinks")
 
@@ -281,12 +281,13 @@ def open_sinks(
     No logger is opened before the first attempt. Dashboards show the title, and the run's config as
     the settings.
     """
-    logs, values = folder / "logs", dict(settings or {})
+    logs, values = folder / LOGS, dict(settings or {})
     loggers: list[MetricsLogger] = []
     if config.tensorboard.enable:
         loggers.append(TensorBoardLogger(folder / TENSORBOARD))
     if config.wandb.enable or config.trackio.enable:
-        run_id = _run_id(logs)
+        # A resumed run continues its record there under the same id.
+        run_id = _load_run_id(logs)
     if config.wandb.enable:
         run = {"id": run_id, "name": title, "dir": str(folder), "config": values}
         loggers.append(WandbLogger(config.wandb, finish_s=FINISH_SHARE * config.close_s, **run))
@@ -296,16 +297,14 @@ def open_sinks(
         console=make_console(
             config.console, num_steps=num_steps, logs=logs, title=title, stream=stream
         ),
-        threads=[LoggerThread(each) for each in loggers],
+        loggers=[QueuedLogger(each) for each in loggers],
         metrics=folder / METRICS,
         close_s=config.close_s,
     )
 
 
-def _run_id(logs: Path) -> str:
-    """Return the id of the run, which is made once; without room on the disk, for this process
-    only.
-    """
+def _load_run_id(logs: Path) -> str:
+    """Return the id of the run, which is made once; on a full disk, for this process only."""
     file, run_id = logs / RUN_ID, uuid.uuid4().hex
     with optional_write(file):
         if file.exists():

@@ -37,7 +37,7 @@ from rl.config.tree import check_bounds
 from rl.utils.errors import RunError
 from rl.utils.files import BoundedFile, parse_json, read_regular
 from rl.utils.printing import visible
-from rl.utils.processes import ProcessId, identify, pid_namespace
+from rl.utils.processes import ProcessId, get_pid_namespace, identify
 
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT")
@@ -75,6 +75,9 @@ class TimelineConfig:
         check_bounds(self, "max_megabytes", at_least=0.1, below=math.inf)
 
 
+# Recording
+
+
 class _OpenSpan(NamedTuple):
     start_s: float
     version: int | None
@@ -96,7 +99,8 @@ class SpanRecorder:
         """Callback with the name of each span, called after the span was recorded as open."""
         self._offset_s = wall_clock() - time.monotonic()
         self._lock = threading.Lock()
-        self._open: dict[str, dict[int, _OpenSpan]] = {}  # by name and number, oldest first
+        # By name and number, oldest first: hundreds of spans of one name may be open.
+        self._open: dict[str, dict[int, _OpenSpan]] = {}
         self._numbers = itertools.count()
         self._policy_version: int | None = None
         self._failed = "null"
@@ -120,19 +124,21 @@ class SpanRecorder:
         assert process is not None
         with self._lock:
             self._close()
+            # What stays the same is put into text once.
             identity = {
                 "role": role,
                 "rank": rank,
                 "host": socket.gethostname(),
                 "pid": process.pid,
                 "start_ticks": process.start_ticks,
-                "pid_namespace": pid_namespace(),
+                "pid_namespace": get_pid_namespace(),
                 "clock_offset_s": self._offset_s,
             }
             self._process = json.dumps(identity)[1:-1]
+            # Of one size from the start, so that no write has to extend the file.
             self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             os.ftruncate(self._descriptor, STATE_BYTES)
-            self._write_state(self._now_s())
+            self._write_state(self._read_clock_s())
             if timeline is not None and timeline.enable:
                 path = logs / SPANS_FOLDER / f"{role}-{rank}.jsonl"
                 path.parent.mkdir(exist_ok=True)
@@ -148,11 +154,12 @@ class SpanRecorder:
         """Open a span and return its number."""
         number = next(self._numbers)
         with self._lock:
-            start_s = self._now_s()
+            start_s = self._read_clock_s()
             if version is not None:
                 self._policy_version = version
             self._open.setdefault(name, {})[number] = _OpenSpan(start_s, version)
             self._write_state(start_s)
+        # Without the lock: `tools/fault_injection.py` ends the process here.
         if self.on_begin is not None:
             self.on_begin(name)
         return number
@@ -160,11 +167,12 @@ class SpanRecorder:
     def end(self, name: str, number: int, error: BaseException | None = None) -> None:
         """Close a span; a cancelled span counts as ended without an error."""
         with self._lock:
-            end_s = self._now_s()
+            end_s = self._read_clock_s()
             same_name = self._open[name]
             start_s, version = same_name.pop(number)
             if not same_name:
                 del self._open[name]
+
             args: dict[str, object] = {} if version is None else {"version": version}
             if isinstance(error, Exception):
                 text = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -172,40 +180,47 @@ class SpanRecorder:
                 failed = {"name": name[:MAX_NAME_CHARACTERS], "error": args["error"], "at_s": end_s}
                 self._failed = json.dumps(failed)
             self._write_state(end_s)
+
             if self.log is not None:
                 start_us, took_us = round(start_s * 1e6), round((end_s - start_s) * 1e6, 1)
-                with contextlib.suppress(OSError):  # a full disk loses spans
+                # A full disk loses spans, but ends no run.
+                with contextlib.suppress(OSError):
                     self.log.append(
-                        f'{{"ph": "X", "name": {_in_json(name)}, "ts": {start_us}, "dur": '
+                        f'{{"ph": "X", "name": {_encode_json(name)}, "ts": {start_us}, "dur": '
                         f'{took_us}, "args": {json.dumps(args) if args else "{}"}}}\n'
                     )
 
-    def _now_s(self) -> float:
+    def _read_clock_s(self) -> float:
         return time.monotonic() + self._offset_s
 
     def _write_state(self, now_s: float) -> None:
         if self._descriptor is None:
             return
         self._num_writes += 1
+
         # Put together by hand: a run writes the state thousands of times a step, and json.dumps of
         # the whole takes five times as long.
-        shown = []
+        open_spans = []
         for name, same_name in itertools.islice(self._open.items(), MAX_OPEN_NAMES):
             since_s, version = next(iter(same_name.values()))
-            shown.append(
-                f'{{"name": {_in_json(name[:MAX_NAME_CHARACTERS])}, "num": {len(same_name)}, '
-                f'"version": {_or_null(version)}, "since_s": {since_s!r}}}'
+            open_spans.append(
+                f'{{"name": {_encode_json(name[:MAX_NAME_CHARACTERS])}, "num": {len(same_name)}, '
+                f'"version": {_format_number(version)}, "since_s": {since_s!r}}}'
             )
+
         # A reader that finds two different numbers has read during a write.
+        latest = _format_number(self._policy_version)
         head = (
-            f'{{"write": {self._num_writes}, {self._process}, "policy_version": '
-            f'{_or_null(self._policy_version)}, "failed": {self._failed}, "changed_s": {now_s!r}, '
-            '"open": ['
+            f'{{"write": {self._num_writes}, {self._process}, "policy_version": {latest}, '
+            f'"failed": {self._failed}, "changed_s": {now_s!r}, "open": ['
         )
         tail = f'], "end": {self._num_writes}}}'
-        while len(text := head + ", ".join(shown) + tail) >= STATE_BYTES:
-            shown.pop()
-        with contextlib.suppress(OSError):  # a run goes on without its recording
+        text = head + ", ".join(open_spans) + tail
+        while len(text) >= STATE_BYTES:
+            open_spans.pop()
+            text = head + ", ".join(open_spans) + tail
+        # A run goes on without its recording.
+        with contextlib.suppress(OSError):
             os.pwrite(self._descriptor, f"{text:<{STATE_BYTES - 1}}\n".encode(), 0)
 
     def _close(self) -> None:
@@ -217,17 +232,22 @@ class SpanRecorder:
             self.log = None
 
 
+# Names repeat, and this runs thousands of times a step.
 @functools.lru_cache(maxsize=1024)
-def _in_json(text: str) -> str:
+def _encode_json(text: str) -> str:
     return json.dumps(text)
 
 
-def _or_null(number: int | None) -> str:
+def _format_number(number: int | None) -> str:
     return "null" if number is None else str(int(number))
 
 
 class span:  # noqa: N801  (used like a function)
     """Span of this process: a context manager, or a decorator of a coroutine method.
+
+    Example:
+        >>> with span("forward_backward", version=3):
+        ...     result = await engine.forward_backward(samples)
 
     A decorated method's span has the version of the object's `policy_version`, if there is one.
     """
@@ -284,6 +304,9 @@ def error_context(where: str) -> Iterator[None]:
         raise
 
 
+# Reading
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenSpan:
     """The open spans of one name in one process."""
@@ -336,30 +359,34 @@ class ProcessState:
     @property
     def is_here(self) -> bool:
         """True for a process of this machine, of which this process sees the pid."""
-        return self.host == socket.gethostname() and self.pid_namespace in (None, pid_namespace())
+        namespaces = (None, get_pid_namespace())
+        return self.host == socket.gethostname() and self.pid_namespace in namespaces
 
     @property
     def place(self) -> str:
-        """Machine of the process; a container with the network of its machine may have the
-        machine's name.
-        """
+        """Machine of the process, for a reader."""
+        # A container with the network of its machine may have the machine's name.
         is_apart = self.host == socket.gethostname() and not self.is_here
         return f"{self.host}, in another container" if is_apart else self.host
 
-    def age_s(self, at_s: float) -> float:
+    def get_age_s(self, at_s: float) -> float:
         """Return the seconds since one of this state's times."""
+        # The monotonic clock is one for all processes of a machine, and nobody sets it.
         now_s = time.monotonic() + self.clock_offset_s if self.is_here else time.time()
         return max(0.0, now_s - at_s)
 
     def describe(self) -> str:
-        """Return the open spans and their ages, such as "forward_backward of version 3 for 12.0
-        s".
+        """Return the open spans and their ages.
+
+        Example:
+            >>> read_state(logs / "state" / "trainer-0.json").describe()
+            'forward_backward of version 3 for 12.0 s'
         """
-        text = ", ".join(f"{span} for {self.age_s(span.since_s):.1f} s" for span in self.open)
-        text = text or f"idle for {self.age_s(self.changed_s):.1f} s"
+        text = ", ".join(f"{span} for {self.get_age_s(span.since_s):.1f} s" for span in self.open)
+        text = text or f"idle for {self.get_age_s(self.changed_s):.1f} s"
         if self.failed is None:
             return text
-        age_s = self.age_s(self.failed.at_s)
+        age_s = self.get_age_s(self.failed.at_s)
         return f"{text}; {self.failed.name} failed {age_s:.1f} s ago: {self.failed.error}"
 
 
@@ -371,11 +398,12 @@ def read_state(file: Path) -> ProcessState:
         OSError: it is not a regular file.
         ValueError: its content is not that of a state file of this name.
     """
+    # A read during a write has parts of both; the next read finds the file whole.
     for _ in range(_READ_ATTEMPTS):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             record = parse_json(read_regular(file))
             if record["write"] == record["end"]:
-                return _state(record, name=file.stem)
+                return _parse_state(record, name=file.stem)
     raise ValueError(f"{file} is not the state file of a process")
 
 
@@ -386,63 +414,72 @@ def read_states(logs: Path) -> Iterator[ProcessState]:
             yield read_state(file)
 
 
-def _state(record: dict[str, Any], *, name: str) -> ProcessState:
+def _parse_state(record: dict[str, Any], *, name: str) -> ProcessState:
     """Return the state that a file of this name holds; raise if anything in it is not of its type.
 
     The folder of a run may come from anybody, and a role and a rank are parts of the names of other
     files.
     """
-    role, rank, failed = _text(record["role"]), _integer(record["rank"]), record["failed"]
+    role, rank, failed = (
+        _check_text(record["role"]),
+        _check_integer(record["rank"]),
+        record["failed"],
+    )
+    # "../x" as a role would name a file outside of the folder.
     if _ROLE.fullmatch(role) is None or name != f"{role}-{rank}":
         raise ValueError(f"role {role!r} and rank {rank} are not those of the file {name}")
     return ProcessState(
         role=role,
         rank=rank,
-        host=_text(record["host"]),
+        host=_check_text(record["host"]),
+        # Pid 0 and negative pids stand for whole groups of processes.
         process=ProcessId(
-            _integer(record["pid"], at_least=1, at_most=_MAX_PID), _integer(record["start_ticks"])
+            _check_integer(record["pid"], at_least=1, at_most=_MAX_PID),
+            _check_integer(record["start_ticks"]),
         ),
-        clock_offset_s=_number(record["clock_offset_s"]),
-        policy_version=_optional_integer(record["policy_version"]),
-        open=tuple(_open_span(span) for span in record["open"]),
-        changed_s=_number(record["changed_s"]),
-        failed=None if failed is None else _failed_span(failed),
-        pid_namespace=_optional_integer(record.get("pid_namespace")),
+        clock_offset_s=_check_number(record["clock_offset_s"]),
+        policy_version=_check_optional_integer(record["policy_version"]),
+        open=tuple(_parse_open_span(span) for span in record["open"]),
+        changed_s=_check_number(record["changed_s"]),
+        failed=None if failed is None else _parse_failed_span(failed),
+        pid_namespace=_check_optional_integer(record.get("pid_namespace")),
     )
 
 
-def _open_span(span: dict[str, Any]) -> OpenSpan:
+def _parse_open_span(span: dict[str, Any]) -> OpenSpan:
     return OpenSpan(
-        name=_text(span["name"]),
-        num=_integer(span["num"]),
-        version=_optional_integer(span["version"]),
-        since_s=_number(span["since_s"]),
+        name=_check_text(span["name"]),
+        num=_check_integer(span["num"]),
+        version=_check_optional_integer(span["version"]),
+        since_s=_check_number(span["since_s"]),
     )
 
 
-def _failed_span(span: dict[str, Any]) -> FailedSpan:
+def _parse_failed_span(span: dict[str, Any]) -> FailedSpan:
     return FailedSpan(
-        name=_text(span["name"]), error=_text(span["error"]), at_s=_number(span["at_s"])
+        name=_check_text(span["name"]),
+        error=_check_text(span["error"]),
+        at_s=_check_number(span["at_s"]),
     )
 
 
-def _text(value: object) -> str:
+def _check_text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a text")
     return visible(value)
 
 
-def _integer(value: object, *, at_least: int = 0, at_most: int = 2**63 - 1) -> int:
+def _check_integer(value: object, *, at_least: int = 0, at_most: int = 2**63 - 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= at_most:
         raise TypeError(f"{value!r} is not an integer from {at_least} to {at_most}")
     return value
 
 
-def _optional_integer(value: object) -> int | None:
-    return None if value is None else _integer(value)
+def _check_optional_integer(value: object) -> int | None:
+    return None if value is None else _check_integer(value)
 
 
-def _number(value: object) -> float:
+def _check_number(value: object) -> float:
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)

@@ -1,5 +1,4 @@
-"""Everything that a run has left in its folder: finished, running, killed, of an older version, or
-from elsewhere.
+"""Contents of a run's folder: of a finished, running, killed, older or foreign run.
 
     run = read_run(Path("outputs/try-1"))
     run.steps[-1]["reward/mean"], run.problems
@@ -12,7 +11,7 @@ files, is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from typing import Any, Literal
 from rl.config.json import value_at
 from rl.observability.events import is_event
 from rl.observability.metrics import parse_number, read_record
-from rl.observability.run_files import (
+from rl.observability.run_folder import (
     CONFIG,
     DEFAULTS,
     ENVIRONMENT,
@@ -60,30 +59,27 @@ class RunData:
     config: dict[str, Any]
     """config.json: `module`, `config` (the function's name) and `values`; empty if unreadable."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Values that the config function had when the run started; empty for a version without the
-    file.
-    """
+    """Values that the config function had when the run started; empty without the file."""
     environment: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, float]] = field(default_factory=list)
     """Records of steps, by step."""
     evaluations: list[dict[str, float]] = field(default_factory=list)
     """Records of evaluations, by step."""
     rollouts: list[dict[str, Any]] = field(default_factory=list)
-    """Lines of rollouts.jsonl and of the file before it, oldest first
-    (`rl.observability.recorder`).
+    """Lines of rollouts.jsonl and of the file before it, oldest first: `rl.observability.recorder`.
     """
     events: list[dict[str, Any]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Sentences about files that are missing or unreadable."""
 
-    def setting(self, path: str, default: Any = None) -> Any:
+    def get_setting(self, path: str, default: Any = None) -> Any:
         """Return a value of the config by its dotted path, such as `loop.max_off_policy_steps`."""
         return value_at(self.config.get("values", {}), path, default)
 
-    def number(self, path: str, default: float) -> float:
+    def get_number(self, path: str, default: float) -> float:
         """Return a value of the config that is a number, or else the default."""
-        value = self.setting(path)
+        value = self.get_setting(path)
         return value if isinstance(value, int | float) and math.isfinite(value) else default
 
 
@@ -98,32 +94,35 @@ def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
         raise ValueError(
             f"{folder}: there is no such folder; give the folder of a run, such as outputs/<name>"
         )
+    # Before anything is opened: to read a pipe would never end.
     refuse_special_files(folder)
-    of_run = (STATUS, METRICS, CONFIG)
-    if not any((folder / name).is_file() for name in of_run):
-        raise ValueError(f"{folder} is not the folder of a run: it has none of {', '.join(of_run)}")
-    problems = [
-        f"{name} is missing: {what}"
-        for name, what in EXPECTED.items()
-        if not (folder / name).exists()
-    ]
-    steps, evaluations = _records(folder, problems)
+    needed = (STATUS, METRICS, CONFIG)
+    if not any((folder / name).is_file() for name in needed):
+        raise ValueError(f"{folder} is not the folder of a run: it has none of {', '.join(needed)}")
+
+    problems = []
+    for name, unknown in EXPECTED.items():
+        if not (folder / name).exists():
+            problems.append(f"{name} is missing: {unknown}")
+    steps, evaluations = _read_records(folder, problems)
     return RunData(
         folder=folder,
         status=read_status(folder),
-        config=_config(folder, problems),
+        config=_read_config(folder, problems),
         defaults=read_optional(folder / DEFAULTS),
         environment=read_optional(folder / ENVIRONMENT),
         steps=steps,
         evaluations=evaluations,
-        rollouts=_rollouts(folder, problems, tokens_mb=tokens_mb),
-        events=_lines(folder / EVENTS, problems, lambda line: line if is_event(line) else None),
-        spans=_spans(folder / LOGS, problems),
+        rollouts=_read_rollouts(folder, problems, tokens_mb=tokens_mb),
+        events=_read_lines(
+            folder / EVENTS, problems, lambda line: line if is_event(line) else None
+        ),
+        spans=_read_spans(folder / LOGS, problems),
         problems=problems,
     )
 
 
-def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
+def _read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
     try:
         config = parse_json(read_regular(folder / CONFIG))
         if isinstance(config["values"], dict):
@@ -136,21 +135,28 @@ def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _records(
+def _read_records(
     folder: Path, problems: list[str]
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Return steps and evaluations by step; the later of two records of a step counts."""
-    by_step: tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]] = ({}, {})
-    for record in _lines(folder / METRICS, problems, read_record):
+    steps: dict[int, dict[str, float]] = {}
+    evaluations: dict[int, dict[str, float]] = {}
+    for record in _read_lines(folder / METRICS, problems, read_record):
         is_evaluation = any(name.startswith("eval/") for name in record)
-        by_step[is_evaluation][int(record["step"])] = record
-    steps, evaluations = ([of[step] for step in sorted(of)] for of in by_step)
-    return steps, evaluations
+        # A run that went back to a checkpoint writes its steps again.
+        (evaluations if is_evaluation else steps)[int(record["step"])] = record
+    return _sort_by_step(steps), _sort_by_step(evaluations)
 
 
-def _rollouts(folder: Path, problems: list[str], *, tokens_mb: float) -> list[dict[str, Any]]:
+def _sort_by_step(records: dict[int, dict[str, float]]) -> list[dict[str, float]]:
+    return [records[step] for step in sorted(records)]
+
+
+def _read_rollouts(folder: Path, problems: list[str], *, tokens_mb: float) -> list[dict[str, Any]]:
+    # The current file comes last: the other one holds what was recorded before it grew too long.
     files = [folder / name for name in reversed(ROLLOUTS) if (folder / name).exists()]
     megabytes = sum(file.stat().st_size for file in files) / 1e6
+    # Whole steps keep or lose their tokens, so that a group stays comparable.
     keep_every = max(1, math.ceil(megabytes / tokens_mb))
     if keep_every > 1:
         problems.append(
@@ -158,59 +164,69 @@ def _rollouts(folder: Path, problems: list[str], *, tokens_mb: float) -> list[di
             "recorded steps"
         )
     numbers: dict[int, int] = {}
+    """Number of each recorded step, in the order of the files."""
 
     def take(line: dict[str, Any]) -> dict[str, Any] | None:
-        line = {name: value for name, value in line.items() if value is not None}
-        if not _is_rollout(line):
+        rollout = _drop_none(line)
+        if not _is_rollout(rollout):
             return None
-        dropped = (
-            TOKEN_FIELDS if numbers.setdefault(line["step"], len(numbers)) % keep_every else ()
-        )
-        line["turns"] = [
-            {name: v for name, v in turn.items() if v is not None and name not in dropped}
-            for turn in line["turns"]
+        number = numbers.setdefault(rollout["step"], len(numbers))
+        has_tokens = number % keep_every == 0
+        rollout["turns"] = [
+            _drop_none(turn, drop=() if has_tokens else TOKEN_FIELDS) for turn in rollout["turns"]
         ]
-        return line
+        return rollout
 
-    return [rollout for file in files for rollout in _lines(file, problems, take)]
+    rollouts = []
+    for file in files:
+        rollouts += _read_lines(file, problems, take)
+    return rollouts
+
+
+def _drop_none(fields: dict[str, Any], *, drop: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the fields that have a value, without those of some names."""
+    kept = {}
+    for name, value in fields.items():
+        if value is not None and name not in drop:
+            kept[name] = value
+    return kept
 
 
 def _is_rollout(line: dict[str, Any]) -> bool:
-    """Return whether the fields that the report computes with have the types of
-    `rl.observability.recorder`.
-    """
+    """Return whether the fields that the report computes with have the recorder's types."""
     parts = line.get("parts", {})
+    turns = line.get("turns")
     return (
         isinstance(line.get("step"), int)
         and isinstance(line.get("kind"), str)
         and isinstance(line.get("sample", 0), int)
-        and all(
-            isinstance(line.get(name), str | int | float | None) for name in ("problem", "correct")
-        )
+        and isinstance(line.get("problem"), str | int | float | None)
+        and isinstance(line.get("correct"), str | int | float | None)
         and isinstance(parts, dict)
         and parse_number(parts.get("overlong", 0.0)) is not None
-        and isinstance(line.get("turns"), list)
-        and all(isinstance(turn, dict) and _is_turn(turn) for turn in line["turns"])
+        and isinstance(turns, list)
+        and all(isinstance(turn, dict) and _is_turn(turn) for turn in turns)
     )
 
 
 def _is_turn(turn: dict[str, Any]) -> bool:
-    lists = ("messages", "prompt_ids", "token_ids", "logprobs", "trainer_logprobs")
-    if not all(isinstance(turn.get(name), list | None) for name in lists):
-        return False
+    for name in ("messages", "prompt_ids", "token_ids", "logprobs", "trainer_logprobs"):
+        if not isinstance(turn.get(name), list | None):
+            return False
+    messages = turn.get("messages") or ()
     versions = turn.get("policy_versions", 0)
+    # A single version stands for all tokens of a turn.
+    versions = versions if isinstance(versions, list) else [versions]
+    # The browser computes with these as unsigned integers.
     ids = [*(turn.get("prompt_ids") or ()), *(turn.get("token_ids") or ())]
     return (
-        all(isinstance(message, dict) for message in turn.get("messages") or ())
-        and all(
-            isinstance(version, int)
-            for version in (versions if isinstance(versions, list) else [versions])
-        )
+        all(isinstance(message, dict) for message in messages)
+        and all(isinstance(version, int) for version in versions)
         and all(isinstance(token_id, int) and 0 <= token_id <= MAX_TOKEN_ID for token_id in ids)
     )
 
 
-def _spans(logs: Path, problems: list[str]) -> list[Span]:
+def _read_spans(logs: Path, problems: list[str]) -> list[Span]:
     try:
         return read_spans(logs)
     except OSError as error:
@@ -222,27 +238,26 @@ Take = Callable[[dict[str, Any]], dict[str, Any] | None]
 """Function that returns what is kept of a line, or None if the line is not a record of its file."""
 
 
-def _lines(file: Path, problems: list[str], take: Take) -> list[dict[str, Any]]:
-    """Return what `take` keeps of a JSON-lines file, and add the number of damaged lines to the
-    problems.
-    """
-    found: list[dict[str, Any]] = []
-    broken: list[int] = []
+def _read_lines(file: Path, problems: list[str], take: Take) -> list[dict[str, Any]]:
+    """Return what `take` keeps of a JSON-lines file; damaged lines are counted in the problems."""
+    records: list[dict[str, Any]] = []
+    damaged: list[int] = []
     try:
         for number, line in json_lines(file):
-            kept = None if line is None else take(line)
-            if kept is None:
-                broken.append(number)
+            record = None if line is None else take(line)
+            if record is None:
+                damaged.append(number)
             else:
-                found.append(kept)
+                records.append(record)
     except OSError as error:
+        # What was read until then is shown: half of a report is better than none.
         problems.append(f"{file.name} cannot be read to its end: {error}")
-    if broken:
+    if damaged:
         problems.append(
-            f"{file.name}: {len(broken)} damaged lines are skipped, the first of them line "
-            f"{broken[0]}; the rest is shown"
+            f"{file.name}: {len(damaged)} damaged lines are skipped, the first of them line "
+            f"{damaged[0]}; the rest is shown"
         )
-    return found
+    return records
 
 
 def read_optional(file: Path) -> dict[str, Any]:

@@ -20,14 +20,15 @@ from rl.reporting.evidence import (
     Finding,
     RolloutEvidence,
     Series,
-    evenly,
-    metric,
-    reward_of,
-    rollout_evidence,
-    series,
-    shown,
+    get_reward,
+    make_series,
+    pick_evenly,
+    read_series,
+    select_kind,
+    show,
+    show_rollout,
 )
-from rl.reporting.generator_rules import find_stale_generator, stopped
+from rl.reporting.generator_rules import find_stale_generator, find_stop
 from rl.reporting.reward_rules import find_reward_hacking
 
 ENTROPY, EQUAL, CORRECT = "loss/entropy_mean", "reward/equal_groups", "reward/correct"
@@ -56,11 +57,12 @@ MAX_PAIRS = 2000
 
 def find_collapsed_entropy(run: RunData) -> Finding | None:
     """Find an entropy that has collapsed before the task was solved."""
-    entropy = metric(run.steps, ENTROPY)
+    entropy = read_series(run.steps, ENTROPY)
     if len(entropy) < 2 * MIN_STEPS or _is_solved(run):
         return None
+    # A single first value is noisy.
     start = median(entropy.values[:3])
-    since = entropy.lasting(lambda value: value <= COLLAPSED * start, hold=MIN_STEPS)
+    since = entropy.find_lasting(lambda value: value <= COLLAPSED * start, hold=MIN_STEPS)
     if since is None or start <= 0:
         return None
     return Finding(
@@ -77,15 +79,18 @@ def find_collapsed_entropy(run: RunData) -> Finding | None:
             "is plus), more samples of a prompt, or harder problems; continue from an earlier "
             "checkpoint."
         ),
-        evidence=shown(entropy, metric(run.steps, CORRECT), rollouts=_last_group(run, since)),
+        evidence=show(
+            entropy, read_series(run.steps, CORRECT), rollouts=_show_last_group(run, since)
+        ),
     )
 
 
 def find_no_variance(run: RunData) -> Finding | None:
     """Find a run in which nearly all groups have equal rewards although the task is not solved."""
-    equal = metric(run.steps, EQUAL)
-    since = equal.lasting(lambda value: value >= NO_VARIANCE, hold=MIN_STEPS)
-    if since is None or len(equal.since(since)) < MIN_STEPS or _is_solved(run):
+    equal = read_series(run.steps, EQUAL)
+    since = equal.find_lasting(lambda value: value >= NO_VARIANCE, hold=MIN_STEPS)
+    # A few steps at the end may be chance, and a solved task has equal rewards by nature.
+    if since is None or len(equal.select_from(since)) < MIN_STEPS or _is_solved(run):
         return None
     return Finding(
         kind="no_reward_variance",
@@ -93,49 +98,51 @@ def find_no_variance(run: RunData) -> Finding | None:
         since_step=since,
         sentence=(
             f"Since step {since} all replies of a group earn the same in "
-            f"{equal.since(since).last_level:.0%} of the groups: their advantages are 0, and they "
-            "teach nothing."
+            f"{equal.select_from(since).last_level:.0%} of the groups: their advantages are 0, and "
+            "they teach nothing."
         ),
         advice=(
             "Problems of another difficulty (docs/tasks.md, by pass rate), "
             "loop.drop_zero_advantage_groups, more samples of a prompt, or a reward with more "
             "levels between wrong and right."
         ),
-        evidence=shown(
+        evidence=show(
             equal,
-            metric(run.steps, "reward/mean"),
-            metric(run.steps, CORRECT),
-            rollouts=_last_group(run, since),
+            read_series(run.steps, "reward/mean"),
+            read_series(run.steps, CORRECT),
+            rollouts=_show_last_group(run, since),
         ),
     )
 
 
 def _is_solved(run: RunData) -> bool:
-    correct = metric(run.steps, CORRECT)
+    correct = read_series(run.steps, CORRECT)
     return len(correct) > 0 and correct.last_level >= SOLVED
 
 
-def _last_group(run: RunData, since: int) -> list[RolloutEvidence]:
+def _show_last_group(run: RunData, since: int) -> list[RolloutEvidence]:
     """Return up to three replies to the problem that was recorded last."""
-    lines = [r for r in run.rollouts if r["kind"] in ("train", "dropped") and r["step"] >= since]
-    group = [
-        r
-        for r in lines
-        if (r["step"], r.get("problem")) == (lines[-1]["step"], lines[-1].get("problem"))
-    ]
-    return [rollout_evidence(r, note=f"reward {r.get('reward')}") for r in group[:3]]
+    lines = [r for r in select_kind(run.rollouts, "train", "dropped") if r["step"] >= since]
+    group = []
+    for line in lines:
+        last = lines[-1]
+        if (line["step"], line.get("problem")) == (last["step"], last.get("problem")):
+            group.append(show_rollout(line, note=f"reward {line.get('reward')}"))
+    return group[:3]
 
 
 def find_failed_rewards(run: RunData) -> Finding | None:
     """Find rollouts that could not be scored, step after step."""
-    failed = metric(run.steps, "reward/num_failed")
-    drawn = run.number("loop.groups_per_batch", 0) * run.number("loop.group_size", 0)
+    failed = read_series(run.steps, "reward/num_failed")
+    drawn = run.get_number("loop.groups_per_batch", 0) * run.get_number("loop.group_size", 0)
+    # A failure now and then is normal where rewards ask other machines.
     least = max(1.0, FAILED_SHARE * drawn)
-    since = failed.lasting(lambda value: value >= least, hold=MIN_FAILED_STEPS, share=0.5)
+    since = failed.find_lasting(lambda value: value >= least, hold=MIN_FAILED_STEPS, share=0.5)
     if since is None:
         return None
-    after = failed.since(since).values
+    after = failed.select_from(since).values
     failures = [r for r in run.rollouts if "failure" in r and r["step"] >= since]
+    examples = [show_rollout(r, note=str(r["failure"])[:200]) for r in failures[:3]]
     first = f" The first error: {str(failures[0]['failure'])[:200]}" if failures else ""
     return Finding(
         kind="failed_rewards",
@@ -148,32 +155,25 @@ def find_failed_rewards(run: RunData) -> Finding | None:
         advice=(
             "docs/rewards.md; loop.max_failed_rewards stops a run in which too many rewards fail."
         ),
-        evidence=shown(
-            failed,
-            rollouts=[rollout_evidence(r, note=str(r["failure"])[:200]) for r in failures[:3]],
-        ),
+        evidence=show(failed, rollouts=examples),
     )
 
 
 def find_not_finite(run: RunData) -> Finding | None:
-    """Find a loss, gradient or reward that is NaN or infinite, in a record or as the reason of a
-    stop.
-    """
-    found = stopped(run, "NonFiniteLossError")
+    """Find a loss, gradient or reward that is NaN or infinite, recorded or as cause of a stop."""
+    first = find_stop(run, "NonFiniteLossError")
+    # Backwards, so that the first such step is what remains.
     for record in reversed(run.steps):
-        names = [
-            n
-            for n, v in record.items()
-            if n.startswith(("loss/", "reward/")) and not math.isfinite(v)
-        ]
+        names = []
+        for name, value in record.items():
+            if name.startswith(("loss/", "reward/")) and not math.isfinite(value):
+                names.append(name)
         if names:
-            found = (
-                int(record["step"]),
-                f"{', '.join(sorted(names))} of step {int(record['step'])} is not finite.",
-            )
-    if found is None:
+            step = int(record["step"])
+            first = (step, f"{', '.join(sorted(names))} of step {step} is not finite.")
+    if first is None:
         return None
-    since, sentence = found
+    since, sentence = first
     return Finding(
         kind="not_finite",
         title="Numbers of the loss are not finite",
@@ -184,34 +184,36 @@ def find_not_finite(run: RunData) -> Finding | None:
             "and advantages of that step, then try a lower learning rate, "
             "trainer.training.max_norm, and float32 parameters."
         ),
-        evidence=shown(metric(run.steps, "loss/grad_norm"), metric(run.steps, "loss/mean")),
+        evidence=show(
+            read_series(run.steps, "loss/grad_norm"), read_series(run.steps, "loss/mean")
+        ),
     )
 
 
 def find_length_drift(run: RunData) -> Finding | None:
     """Find replies that get longer or shorter for no good reason."""
-    lengths, success = (
-        metric(run.steps, "completion/tokens_mean"),
-        metric(run.steps, "reward/correct"),
-    )
+    lengths = read_series(run.steps, "completion/tokens_mean")
+    success = read_series(run.steps, "reward/correct")
     if len(lengths) < MIN_LENGTH_STEPS:
         return None
-    paid = _paid(run.rollouts)
-    drift = _drift_without_success(lengths, success)
-    paid_since = paid.lasting(lambda value: value >= PAYS, hold=3, share=0.6)
+
+    # Length may drift because it is paid for, or because nothing holds it back.
+    paid = _measure_pay_for_length(run.rollouts)
+    drift = _find_drift_without_success(lengths, success)
+    paid_since = paid.find_lasting(lambda value: value >= PAYS, hold=3, share=0.6)
     if drift is None:
+        # Longer replies that are right more often are fine, unless length itself earns.
         if paid_since is None or not _grows(lengths, since=paid_since):
             return None
         drift = 1
     elif drift < 0:
-        paid_since = paid.lasting(lambda value: value <= -PAYS, hold=3, share=0.6)
-    since = paid_since or _length_since(lengths, drift)
-    before, right, how = (
-        lengths.before(since),
-        success.since(since),
-        "longer" if drift > 0 else "shorter",
-    )
-    was, now = (before if len(before) else lengths).last_level, lengths.since(since).last_level
+        paid_since = paid.find_lasting(lambda value: value <= -PAYS, hold=3, share=0.6)
+    since = paid_since or _find_start_of_drift(lengths, drift)
+
+    before, right = lengths.select_before(since), success.select_from(since)
+    how = "longer" if drift > 0 else "shorter"
+    was = (before if len(before) else lengths).last_level
+    now = lengths.select_from(since).last_level
     sentence = f"Since step {since} replies go from {was:.4g} to {now:.4g} tokens"
     if len(right):
         sentence += f", and right replies go from {right.first_level:.0%} to {right.last_level:.0%}"
@@ -228,46 +230,48 @@ def find_length_drift(run: RunData) -> Finding | None:
             "(loop.overlong, a part of the rubric), and at loop.sampling.max_tokens; a loss that "
             "divides by the length of each reply (docs/losses.md) also favours long wrong ones."
         ),
-        evidence=shown(
+        evidence=show(
             lengths,
             success,
-            metric(run.steps, "completion/cut_off"),
+            read_series(run.steps, "completion/cut_off"),
             paid,
-            rollouts=_replies_around(run, since),
+            rollouts=_show_replies_around(run, since),
         ),
     )
 
 
-def _drift_without_success(lengths: Series, success: Series) -> int | None:
+def _find_drift_without_success(lengths: Series, success: Series) -> int | None:
     """Return 1 if replies get longer without being right more often, -1 if shorter, else None."""
     if len(success) != len(lengths):
         return None
+    # The drift may begin late, after a part in which length and success rose together.
     for start in range(0, len(lengths) - MIN_LENGTH_STEPS + 1, max(1, len(lengths) // 10)):
-        part, right = lengths.since(lengths.steps[start]), success.since(success.steps[start])
+        part = lengths.select_from(lengths.steps[start])
+        right = success.select_from(success.steps[start])
         change = math.log(max(part.last_level, 1e-3) / max(part.first_level, 1e-3))
-        if (
-            abs(change) >= math.log(LENGTH_TIMES)
-            and right.last_level - right.first_level < LENGTH_SUCCESS
-        ):
+        rise = right.last_level - right.first_level
+        if abs(change) >= math.log(LENGTH_TIMES) and rise < LENGTH_SUCCESS:
             return 1 if change > 0 else -1
     return None
 
 
 def _grows(lengths: Series, *, since: int) -> bool:
-    before = lengths.before(since + 1).values[-5:] or lengths.values[:1]
+    # Compared with the steps before, as a run that continues may begin anywhere.
+    before = lengths.select_before(since + 1).values[-5:] or lengths.values[:1]
     return lengths.last_level >= 1.3 * sum(before) / len(before)
 
 
-def _length_since(lengths: Series, drift: int) -> int:
+def _find_start_of_drift(lengths: Series, drift: int) -> int:
     """Return the step from which the length has left its first level for good."""
+    # In logarithms, so that half and double count alike.
     level = math.log(max(lengths.first_level, 1e-3))
-    since = lengths.lasting(
+    since = lengths.find_lasting(
         lambda value: drift * (math.log(max(value, 1e-3)) - level) >= math.log(1.2), hold=3
     )
     return since or lengths.steps[0]
 
 
-def _paid(rollouts: Iterable[dict[str, Any]]) -> Series:
+def _measure_pay_for_length(rollouts: Iterable[dict[str, Any]]) -> Series:
     """Return by step how far longer replies earn more (1) or less (-1) than equally right ones.
 
     Pairs of recorded replies to one problem are compared that are both right or both wrong and earn
@@ -275,51 +279,58 @@ def _paid(rollouts: Iterable[dict[str, Any]]) -> Series:
     out.
     """
     groups: dict[tuple[int, object, object], list[tuple[int, float]]] = {}
-    for rollout in rollouts:
-        if rollout["kind"] == "train" and reward_of(rollout) is not None and rollout.get("correct"):
+    for rollout in select_kind(rollouts, "train"):
+        if get_reward(rollout) is not None and rollout.get("correct"):
             key = (rollout["step"], rollout.get("problem"), rollout.get("correct"))
-            groups.setdefault(key, []).append((_length(rollout), _earned(rollout)))
+            groups.setdefault(key, []).append((_count_length(rollout), _sum_rewards(rollout)))
+
     signs: dict[int, list[int]] = {}
     for (step, _, _), members in groups.items():
-        of_step = signs.setdefault(step, [])
+        signs_of_step = signs.setdefault(step, [])
+        # Groups of thousands would have millions of pairs.
         for (length, reward), (other_length, other) in combinations(members, 2):
-            if length != other_length and len(of_step) < MAX_PAIRS:
-                of_step.append(_sign(length - other_length) * _sign(reward - other))
-    agreements = {step: _agreement(of_step) for step, of_step in signs.items() if of_step}
-    return series("reward for length, -1 to 1", agreements)
+            if length != other_length and len(signs_of_step) < MAX_PAIRS:
+                signs_of_step.append(_sign(length - other_length) * _sign(reward - other))
+
+    agreements = {}
+    for step, signs_of_step in signs.items():
+        if signs_of_step:
+            agreements[step] = _average_signs(signs_of_step)
+    return make_series("reward for length, -1 to 1", agreements)
 
 
-def _agreement(signs: Sequence[int]) -> float:
+def _average_signs(signs: Sequence[int]) -> float:
     """Return the mean of the nonzero signs, or 0 if they are few."""
     num = sum(map(abs, signs))
     return sum(signs) / num if num >= max(2, MIN_DIFFERENT * len(signs)) else 0.0
 
 
-def _length(rollout: dict[str, Any]) -> int:
+def _count_length(rollout: dict[str, Any]) -> int:
     """Return the number of tokens, or of characters if tokens were not recorded."""
-    return sum(
-        len(turn.get("token_ids") or str(turn.get("reply", ""))) for turn in rollout["turns"]
-    )
+    length = 0
+    for turn in rollout["turns"]:
+        length += len(turn.get("token_ids") or str(turn.get("reply", "")))
+    return length
 
 
-def _earned(rollout: dict[str, Any]) -> float:
+def _sum_rewards(rollout: dict[str, Any]) -> float:
     """Return the reward including the penalty for length (`loop.overlong`)."""
     return float(rollout["reward"]) + float(rollout.get("parts", {}).get("overlong", 0.0))
 
 
 def _sign(difference: float) -> int:
+    # Rewards that differ by rounding only are equal.
     return 0 if abs(difference) < 1e-9 else 1 if difference > 0 else -1
 
 
-def _replies_around(run: RunData, since: int) -> Iterable[Any]:
-    trained = [r for r in run.rollouts if r["kind"] == "train" and reward_of(r) is not None]
-    for part in (
-        [r for r in trained if r["step"] < since],
-        [r for r in trained if r["step"] >= since],
-    ):
-        for rollout in evenly(part[-16:], 2):
-            note = f"{_length(rollout)} tokens, reward {_earned(rollout):.4g}"
-            yield rollout_evidence(rollout, note=note)
+def _show_replies_around(run: RunData, since: int) -> Iterable[RolloutEvidence]:
+    trained = [r for r in select_kind(run.rollouts, "train") if get_reward(r) is not None]
+    before = [r for r in trained if r["step"] < since]
+    after = [r for r in trained if r["step"] >= since]
+    for part in (before, after):
+        for rollout in pick_evenly(part[-16:], 2):
+            note = f"{_count_length(rollout)} tokens, reward {_sum_rewards(rollout):.4g}"
+            yield show_rollout(rollout, note=note)
 
 
 RULES: tuple[Callable[[RunData], Finding | None], ...] = (
@@ -346,5 +357,9 @@ KINDS = (
 
 def find(run: RunData) -> list[Finding]:
     """Return the findings of all rules, the earliest first."""
-    found = [finding for rule in RULES if (finding := rule(run)) is not None]
-    return sorted(found, key=lambda finding: finding.since_step)
+    findings = []
+    for rule in RULES:
+        finding = rule(run)
+        if finding is not None:
+            findings.append(finding)
+    return sorted(findings, key=lambda finding: finding.since_step)

@@ -20,14 +20,15 @@ from rl.reporting.evidence import (
     Finding,
     RolloutEvidence,
     Series,
-    evenly,
-    first_lasting,
-    metric,
-    reply_of,
-    reward_of,
-    rollout_evidence,
-    series,
-    shown,
+    find_lasting,
+    get_reply,
+    get_reward,
+    make_series,
+    pick_evenly,
+    read_series,
+    select_kind,
+    show,
+    show_rollout,
 )
 
 Rollouts = Sequence[dict[str, Any]]
@@ -69,34 +70,24 @@ class _Reply:
     @property
     def lacks_answer(self) -> bool:
         answer = str(self.line.get("answer") or "").strip()
-        return bool(answer) and answer not in reply_of(self.line)
+        return bool(answer) and answer not in get_reply(self.line)
 
 
 def find_reward_hacking(run: RunData) -> Finding | None:
     """Find a pattern that the reward pays for, or a reward that contradicts `correct`."""
-    lines = [
-        r
-        for r in run.rollouts
-        if r["kind"] == "train" and reward_of(r) is not None and "correct" in r
-    ]
-    right = [r["reward"] for r in lines if r["correct"]]
-    if not right:
-        return None
-    level = fmean(right) - 1e-6
-    replies = [
-        _Reply(line=line, words=_words(line), wins=line["reward"] >= level) for line in lines
-    ]
+    replies = _read_replies(run)
+    # First by the rubric's word, which is surer than a search for the answer in the text.
     for by_text in (False, True):
         wrong = [r for r in replies if (r.lacks_answer if by_text else not r.line["correct"])]
         won = [reply for reply in wrong if reply.wins]
-        if len(won) < MIN_WRONG_WINS or len({r.line.get("problem") for r in won}) < MIN_PROBLEMS:
+        if len(won) < MIN_WRONG_WINS or _count_problems(won) < MIN_PROBLEMS:
             continue
         lost = [reply for reply in wrong if not reply.wins and reply.step >= won[0].step]
-        pattern = _pattern(won, lost)
-        if pattern is not None and (
-            found := _hacked(run, replies, wrong, pattern, by_text=by_text)
-        ):
-            return found
+        pattern = _find_pattern(won, lost)
+        if pattern is not None:
+            finding = _judge_pattern(run, replies, wrong, pattern, by_text=by_text)
+            if finding is not None:
+                return finding
         share = len(won) / sum(reply.wins for reply in replies)
         if not by_text and share >= MIN_DISAGREE:
             since = won[0].step
@@ -111,50 +102,72 @@ def find_reward_hacking(run: RunData) -> Finding | None:
                 advice=(
                     "Compare the reward function with the rubric's `correct` on the replies below."
                 ),
-                evidence=shown(*_metrics(run), rollouts=_examples(won)),
+                evidence=show(*_read_metrics(run), rollouts=_show_examples(won)),
             )
     return None
 
 
-def _words(line: dict[str, Any]) -> frozenset[str]:
-    return frozenset(WORD.findall(reply_of(line)[-MAX_CHARACTERS:])) or EMPTY
+def _read_replies(run: RunData) -> list[_Reply]:
+    """Return the recorded replies with reward and correctness; none if no reply is right."""
+    lines, rewards_of_right = [], []
+    for line in select_kind(run.rollouts, "train"):
+        if get_reward(line) is not None and "correct" in line:
+            lines.append(line)
+            if line["correct"]:
+                rewards_of_right.append(line["reward"])
+    if not rewards_of_right:
+        return []
+    level = fmean(rewards_of_right) - 1e-6  # the mean of equal rewards is rounded
+    replies = []
+    for line in lines:
+        wins = line["reward"] >= level
+        replies.append(_Reply(line=line, words=_split_words(line), wins=wins))
+    return replies
 
 
-def _pattern(won: Sequence[_Reply], lost: Sequence[_Reply]) -> str | None:
+def _count_problems(replies: Sequence[_Reply]) -> int:
+    return len({reply.line.get("problem") for reply in replies})
+
+
+def _split_words(line: dict[str, Any]) -> frozenset[str]:
+    return frozenset(WORD.findall(get_reply(line)[-MAX_CHARACTERS:])) or EMPTY
+
+
+def _find_pattern(won: Sequence[_Reply], lost: Sequence[_Reply]) -> str | None:
     """Return the longest of the words that best separate `won` from `lost`, or None."""
-    num_won, num_lost = (
-        Counter(word for reply in of for word in reply.words) for of in (won, lost)
-    )
-    apart = {
-        word: round(num / len(won) - num_lost[word] / max(1, len(lost)), 2)
-        for word, num in num_won.items()
-        if num >= MIN_SHARE * len(won) and num_lost[word] <= MAX_OTHERS * len(lost)
-    }
+    num_won, num_lost = _count_words(won), _count_words(lost)
+    apart = {}
+    for word, num in num_won.items():
+        if num >= MIN_SHARE * len(won) and num_lost[word] <= MAX_OTHERS * len(lost):
+            # Rounded, so that among words that separate alike the longest counts.
+            apart[word] = round(num / len(won) - num_lost[word] / max(1, len(lost)), 2)
     return max(apart, key=lambda word: (apart[word], len(word), word), default=None)
 
 
-def _hacked(
+def _count_words(replies: Sequence[_Reply]) -> Counter[str]:
+    """Return the number of replies that have each word."""
+    counts: Counter[str] = Counter()
+    for reply in replies:
+        counts.update(reply.words)
+    return counts
+
+
+def _judge_pattern(
     run: RunData, replies: Sequence[_Reply], wrong: Sequence[_Reply], pattern: str, *, by_text: bool
 ) -> Finding | None:
-    """Return None if the pattern does not explain the wins, or if the evidence is only textual and
-    weak.
-    """
+    """Return None if the pattern does not explain the wins, or rests on weak text only."""
+    # The pattern must win from some step on, not now and then.
     having = [reply for reply in wrong if pattern in reply.words]
-    place = first_lasting([reply.wins for reply in having], hold=2, share=MIN_WON)
+    place = find_lasting([reply.wins for reply in having], hold=2, share=MIN_WON)
     if place is None:
         return None
     since = having[place].step
     others = [reply.wins for reply in wrong if reply.step >= since and pattern not in reply.words]
-    by_step: dict[int, list[bool]] = {}
-    for reply in replies:
-        by_step.setdefault(reply.step, []).append(pattern in reply.words)
     name = repr(pattern) if pattern else "an empty reply"
-    shares = series(
-        f"share of recorded replies with {name}",
-        {step: sum(of) / len(of) for step, of in by_step.items()},
-    )
+    shares = _measure_shares(replies, pattern, name)
     if sum(others) > MAX_WON * len(others) or (by_text and not _is_sure(replies, pattern, shares)):
         return None
+
     later = [reply for reply in having if reply.step >= since]
     won = [reply for reply in later if reply.wins]
     why = "do not have the problem's answer in them" if by_text else "are not correct"
@@ -165,39 +178,52 @@ def _hacked(
         sentence=(
             f"Since step {since}, replies with {name} get the reward of right ones although they "
             f"{why}: {len(won)} of {len(later)} recorded ones did, of "
-            f"{len({r.line.get('problem') for r in won})} problems. They are "
+            f"{_count_problems(won)} problems. They are "
             f"{shares.last_level:.0%} of what is written at the end."
         ),
         advice=(
             "Test the reward function on the replies below: it pays for the pattern. Fix it, and "
             f"go back to a checkpoint from before step {since}."
         ),
-        evidence=shown(shares, *_metrics(run), rollouts=_examples(won)),
+        evidence=show(shares, *_read_metrics(run), rollouts=_show_examples(won)),
     )
 
 
+def _measure_shares(replies: Sequence[_Reply], pattern: str, name: str) -> Series:
+    """Return by step the share of replies with the pattern."""
+    by_step: dict[int, list[bool]] = {}
+    for reply in replies:
+        by_step.setdefault(reply.step, []).append(pattern in reply.words)
+    shares = {step: sum(flags) / len(flags) for step, flags in by_step.items()}
+    return make_series(f"share of recorded replies with {name}", shares)
+
+
 def _is_sure(replies: Sequence[_Reply], pattern: str, shares: Series) -> bool:
-    """Return whether winners without the pattern have the answer in them, and the pattern
-    spreads.
-    """
+    """Return whether winners without the pattern have the answer, and the pattern spreads."""
+    # If other winners lack the answer too, the search for it in the text is worthless.
     others = [reply for reply in replies if reply.wins and pattern not in reply.words]
     third = max(1, len(shares) // 3)
-    first, last = (sum(part) / third for part in (shares.values[:third], shares.values[-third:]))
+    first = sum(shares.values[:third]) / third
+    last = sum(shares.values[-third:]) / third
     spreads = last >= MIN_RISE * first or last >= MIN_WON > first
     have_answers = sum(reply.lacks_answer for reply in others) <= MAX_WON * len(others)
     return spreads and have_answers and len(others) >= MIN_WRONG_WINS
 
 
-def _metrics(run: RunData) -> list[Series]:
-    names = ("reward/mean", "reward/correct")
-    return [*(metric(run.steps, name) for name in names), metric(run.evaluations, "eval/correct")]
-
-
-def _examples(won: Sequence[_Reply]) -> list[RolloutEvidence]:
-    lines = [reply.line for reply in (*won[:2], *(evenly(won[2:], 3) if won[2:] else ()))]
+def _read_metrics(run: RunData) -> list[Series]:
     return [
-        rollout_evidence(
-            r, note=f"reward {r['reward']:g}; the answer is {str(r.get('answer', ''))[:40]!r}"
-        )
-        for r in lines
+        read_series(run.steps, "reward/mean"),
+        read_series(run.steps, "reward/correct"),
+        read_series(run.evaluations, "eval/correct"),
     ]
+
+
+def _show_examples(won: Sequence[_Reply]) -> list[RolloutEvidence]:
+    # The first ones show how it began, the others how it went on.
+    chosen = [*won[:2], *pick_evenly(won[2:], 3)]
+    examples = []
+    for reply in chosen:
+        line = reply.line
+        note = f"reward {line['reward']:g}; the answer is {str(line.get('answer', ''))[:40]!r}"
+        examples.append(show_rollout(line, note=note))
+    return examples

@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
 import types
-import weakref
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -32,7 +30,8 @@ from rl.protocols import Environment
 from rl.rollouts.reward_values import MAX_REWARD, to_number
 from rl.types import Message, Observation, Problem, Reply, Role, as_messages
 from rl.utils.errors import RunError
-from rl.utils.excerpts import shown
+from rl.utils.printing import shown
+from rl.utils.threads import LoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -83,28 +82,6 @@ class SingleTurn:
 
     async def close(self) -> None:
         pass
-
-
-class EnvironmentThread:
-    """Event loop in a daemon thread, shared by the environments of a run.
-
-    The thread starts with the first call and ends when this object is garbage-collected.
-    """
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def start(self, function: Callable[[], Awaitable[ResultT]]) -> Awaitable[ResultT]:
-        """Start `function()` in the thread and return a future of its result."""
-        # Not in __init__: a run whose environments all answer inline starts no thread.
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(
-                target=self._loop.run_forever, name="environments", daemon=True
-            ).start()
-            # Not at exit, when a task may still have to close what its environments share.
-            weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_guard(function), self._loop))
 
 
 async def _guard(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
@@ -161,7 +138,7 @@ class EnvironmentCalls:
 
     environment: Environment
     problem: Problem
-    thread: EnvironmentThread
+    thread: LoopThread
     timeout_s: float
     """Longest time of a step, and of `close`."""
     messages: tuple[Message, ...] = ()
@@ -220,7 +197,7 @@ class EnvironmentCalls:
             if getattr(self.environment, "runs_inline", False):
                 return await _run_with_timer(_guard(function), timer)
             async with timer:
-                return await self.thread.start(function)
+                return await self.thread.start(_guard(function))
         except RunError:
             raise
         except Exception as error:
@@ -241,7 +218,7 @@ class Environments:
     make: Callable[[Problem], Environment]
     step_timeout_s: float = 60.0
     """Time limit of each step, and of closing."""
-    thread: EnvironmentThread = field(default_factory=EnvironmentThread)
+    thread: LoopThread = field(default_factory=lambda: LoopThread("environments"))
 
     @asynccontextmanager
     async def opened(

@@ -11,15 +11,13 @@ Shape legend: P problems, G samples of each.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -40,11 +38,10 @@ from rl.types import (
     Turn,
 )
 from rl.utils.clock import BusyClock, now_s
-from rl.utils.excerpts import shown
+from rl.utils.printing import shown
+from rl.utils.threads import all_or_cancel
 
 logger = logging.getLogger(__name__)
-
-ResultT = TypeVar("ResultT")
 
 WHOLE_DISTRIBUTION = refused("the trainer's logprobs are of the whole distribution")
 
@@ -139,7 +136,7 @@ class Episodes:
                 for episode in episodes:
                     rollouts.append(await episode)
             else:
-                rollouts = await gather_or_cancel(episodes)
+                rollouts = await all_or_cancel(episodes)
             in_order = iter(rollouts)
             return [list(islice(in_order, len(group))) for group in environments]
 
@@ -261,17 +258,3 @@ def _turn_seed(seed: int | None, problem: Problem, sample: int, *, turn: int) ->
         return None
     key = f"{seed} problem {problem.id} sample {sample} turn {turn}"
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 2
-
-
-async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Return the results in order.
-
-    After an error or a cancellation, cancel all and wait until they have ended.
-    """
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

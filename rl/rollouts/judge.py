@@ -25,8 +25,8 @@ from rl.config.tree import check_bounds
 from rl.rollouts.replies import answer_part, is_thought_open, split_reply
 from rl.rollouts.rubric import UnparsedAnswer
 from rl.types import Rollout
-from rl.utils.excerpts import shortened
 from rl.utils.numbers import MAGNITUDE, find_numbers, with_ascii_digits
+from rl.utils.printing import shortened
 from rl.utils.proxies import leads_here, used_proxy
 
 PLACEHOLDER = re.compile(r"\{(question|answer|reply|conversation)\}")

@@ -20,7 +20,7 @@ from rl.rollouts.group import Group, check_failures, equal_rewards
 from rl.rollouts.staleness import StalenessBound
 from rl.types import LoopPosition, Problem
 from rl.utils.errors import RunError
-from rl.utils.excerpts import shown
+from rl.utils.printing import shown
 
 DropReason = Literal["failed", "equal", "oversize", "long_prompt"]
 

@@ -37,7 +37,7 @@ from rl.rollouts.rubric import MAX_CONCURRENCY, CallResult, Rubric, RubricCall
 from rl.types import Rollout, Score
 from rl.utils.descendants import run_guarded
 from rl.utils.errors import RunError
-from rl.utils.excerpts import shown
+from rl.utils.printing import shown
 from rl.utils.processes import signal_name
 from rl.utils.threads import WorkerThread, all_or_cancel
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from rl.rollouts.reward_values import MAX_REWARD, to_number, to_numbers, to_truth
 from rl.types import Prompt, Rollout, Score
-from rl.utils.excerpts import shortened, shown
+from rl.utils.printing import shortened, shown
 from rl.utils.threads import run_now
 
 RewardFn = Callable[[Rollout], float] | Callable[[Rollout], Awaitable[float]]

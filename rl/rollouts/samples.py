@@ -16,7 +16,7 @@ from rl.rollouts.episode import EpisodeLimits, Episodes
 from rl.rollouts.renderer import Renderer
 from rl.types import Completion, Problem, Rollout, SamplingParams, TrainingSample
 from rl.utils.errors import RunError
-from rl.utils.excerpts import shown
+from rl.utils.printing import shown
 from rl.utils.threads import run_now
 
 

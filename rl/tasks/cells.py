@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from rl.tasks.rows import WrittenNumber, to_plain
-from rl.utils.excerpts import shortened
+from rl.utils.printing import shortened
 
 MAX_SHOWN_CHARS = 200
 """Longest excerpt of a value in an error's text."""

@@ -22,8 +22,8 @@ from rl.tasks.data import import_for_tasks
 from rl.tasks.dataset import DatasetTask
 from rl.tasks.task import Place, Solved, find_answer, required_answer
 from rl.types import Problem, Rollout
-from rl.utils.excerpts import shortened
 from rl.utils.numbers import find_numbers, number_value, with_ascii_digits
+from rl.utils.printing import shortened
 
 GOLD_TIMEOUT_S = 5
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")

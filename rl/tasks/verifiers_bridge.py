@@ -52,7 +52,7 @@ from rl.tasks.verifiers_private import get_state_secrets, make_server, use_serve
 from rl.tasks.verifiers_task import HARNESS_ID
 from rl.tools.tool import BadCall, parse_calls
 from rl.types import Message, Observation, Reply
-from rl.utils.excerpts import shortened
+from rl.utils.printing import shortened
 from rl.utils.sharing import copy_data
 
 __all__ = ["ConversationHarness"]

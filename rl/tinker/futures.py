@@ -23,7 +23,7 @@ from rl.tinker.types import (
     TinkerError,
     UnsavedError,
 )
-from rl.utils.excerpts import shortened
+from rl.utils.printing import shortened
 
 log = logging.getLogger(__name__)
 

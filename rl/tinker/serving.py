@@ -32,10 +32,9 @@ from rl.tinker.connections import BACKLOG, HEADER_BYTES, Connection, limited_log
 from rl.tinker.service import Service
 from rl.tinker.types import HttpLimits, Limits
 from rl.utils.files import locked_folder
-from rl.utils.malloc import give_back_freed_memory
 from rl.utils.printing import say_error
+from rl.utils.processes import give_back_freed_memory, handling_end_signals
 from rl.utils.proxies import LOOPBACK_NAMES, is_loopback
-from rl.utils.signals import handling_end_signals
 
 if TYPE_CHECKING:
     from rl.tinker.backend import TinkerBackend

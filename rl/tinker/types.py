@@ -28,7 +28,7 @@ from tinker import types as wire
 from rl.config.tree import check_bounds
 from rl.models.generate import PromptLogprobs
 from rl.types import Completion, SamplingParams
-from rl.utils.excerpts import shortened
+from rl.utils.printing import shortened
 
 Metadata: TypeAlias = dict[str, str]
 

@@ -23,7 +23,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 
 from rl.rollouts.replies import CALL_CLOSE, CALL_OPEN, MAX_CALLS, ReplyPart, split_reply
-from rl.utils.excerpts import shortened
+from rl.utils.printing import shortened
 from rl.utils.threads import run_aside
 
 FORM = f'{CALL_OPEN}{{"name": <function-name>, "arguments": <args-json-object>}}{CALL_CLOSE}'

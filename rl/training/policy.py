@@ -53,8 +53,7 @@ from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
 from rl.training.token_values import TokenValues
 from rl.types import TrainingSample
-from rl.utils.malloc import give_back_freed_memory, keep_freed_memory
-from rl.utils.processes import seed_everything
+from rl.utils.processes import give_back_freed_memory, keep_freed_memory, seed_everything
 from rl.utils.tensor_memory import to_device
 
 logger = logging.getLogger(__name__)

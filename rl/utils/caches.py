@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 
 from rl.utils.printing import say_error
@@ -36,8 +36,9 @@ _settled = False
 
 
 def settle_caches() -> None:
-    """Use private caches in this process and its children, once; say which folder of the user is
-    not private.
+    """Use private caches in this process and its children, once.
+
+    Warnings say which folder of the user is not private.
     """
     global _settled
     if _settled:
@@ -45,36 +46,40 @@ def settle_caches() -> None:
     _settled = True
     try:
         warnings = use_private_caches()
-    except OSError as error:  # nothing can be written anywhere
+    except OSError as error:
+        # Nothing can be written anywhere.
         warnings = [
             f"compiled code has no private folder ({error}): set TMPDIR to a folder that you can "
             "write"
         ]
-    for warning in warnings:
-        if ROLE_VARIABLE not in os.environ:  # the controller has said so
+    # In the process of an actor the controller has said so already.
+    if ROLE_VARIABLE not in os.environ:
+        for warning in warnings:
             say_error(f"warning: {warning}")
 
 
 def use_private_caches(environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Set the folders of compiled code where the environment names none, for this process and its
-    children.
+    """Set the folders of compiled code where the environment names none.
 
     Returns:
-        A sentence for each folder that the user has set and that is somebody else's, and one if
-        compiled code goes with this process.
+        A sentence for each folder that the user has set and that is somebody else's, and for
+        compiled code that goes with this process.
     """
-    warnings = [
-        f"{name}={environment[name]}: others can write there ({fault}), and their code would run "
-        "as you"
-        for name in (*IN_TMP, *IN_HOME)
-        if environment.get(name) and (fault := find_fault(Path(environment[name]))) is not None
-    ]
+    warnings: list[str] = []
+    for name in (*IN_TMP, *IN_HOME):
+        fault = find_fault(Path(environment[name])) if environment.get(name) else None
+        if fault is not None:
+            warnings.append(
+                f"{name}={environment[name]}: others can write there ({fault}), and their code "
+                "would run as you"
+            )
+    # Nothing to set: no folder is made either.
     if all(environment.get(name) for name in IN_TMP):
         return warnings
     try:
-        folder, names = _private_folder(environment), IN_TMP
+        folder, names = _make_private_folder(environment), IN_TMP
     except (OSError, RuntimeError, ValueError) as error:
-        folder, names = _temporary_folder(), IN_TMP | IN_HOME
+        folder, names = _make_temporary_folder(), IN_TMP | IN_HOME
         warnings.append(
             f"each run compiles its code again, as the user's caches cannot keep it ({error}): "
             "set XDG_CACHE_HOME to a folder that only you can write"
@@ -86,31 +91,29 @@ def use_private_caches(environment: MutableMapping[str, str] = os.environ) -> li
 
 
 def find_fault(folder: Path) -> str | None:
-    """Return why other users may have written into a folder, or could replace it; None for a
-    private one.
+    """Return why other users may have written into a folder; None for a private folder.
 
     A folder that does not exist is judged by those above it, where it will be made.
     """
     try:
         absolute = folder.expanduser().absolute()
-        paths = (*_links_to(absolute), absolute.resolve())
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # closed to this user, an unknown ~user, a circle of links
+        # Who can replace a link decides where the folder is.
+        paths = (*_list_links(absolute), absolute.resolve())
+    except (OSError, RuntimeError) as error:
+        # A folder closed to this user, an unknown ~user, a circle of links.
         return str(error)
-    trusted = _trusted_users()
+
+    trusted = _list_trusted_users()
     for path in paths:
         for part in (path, *path.parents):
-            if (fault := _fault_of(part, is_end=part == path, trusted=trusted)) is not None:
+            fault = _find_own_fault(part, is_end=part == path, trusted=trusted)
+            if fault is not None:
                 return fault
     return None
 
 
-def _fault_of(part: Path, *, is_end: bool, trusted: Collection[int]) -> str | None:
-    """Return why others may write into one folder on the way to another, or into that one
-    (`is_end`).
-    """
+def _find_own_fault(part: Path, *, is_end: bool, trusted: Collection[int]) -> str | None:
+    """Return why others may write into one folder on the way to another, or at its end."""
     try:
         status = part.lstat()
     except FileNotFoundError:
@@ -127,12 +130,12 @@ def _fault_of(part: Path, *, is_end: bool, trusted: Collection[int]) -> str | No
     return None
 
 
-def _links_to(path: Path) -> Iterator[Path]:
-    """Yield the links on the way to a path."""
-    yield from (part for part in (path, *path.parents) if part.is_symlink())
+def _list_links(path: Path) -> list[Path]:
+    """Return the links on the way to a path."""
+    return [part for part in (path, *path.parents) if part.is_symlink()]
 
 
-def _trusted_users() -> set[int]:
+def _list_trusted_users() -> set[int]:
     users = {0, os.getuid()}
     # In a user namespace root is shown as the user of all who have no place in it.
     if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
@@ -140,37 +143,41 @@ def _trusted_users() -> set[int]:
     return users
 
 
-def _private_folder(environment: Mapping[str, str]) -> Path:
-    """Make the folder under the user's caches; raise OSError, RuntimeError or ValueError if it
-    cannot be used.
+def _make_private_folder(environment: Mapping[str, str]) -> Path:
+    """Make the folder under the user's caches.
+
+    Raises OSError, RuntimeError or ValueError if it cannot be used.
     """
-    given = environment.get("XDG_CACHE_HOME", "")
-    caches = Path(given) if given.startswith("/") else Path("~").expanduser() / ".cache"
+    # A relative path is invalid there, says the XDG specification, and is ignored.
+    cache_home = environment.get("XDG_CACHE_HOME", "")
+    caches = Path(cache_home) if cache_home.startswith("/") else Path("~").expanduser() / ".cache"
     if not caches.is_absolute():
         raise ValueError(f"HOME={os.environ.get('HOME')!r} is not a folder")
     folder = caches / "relay" / COMPILED
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.lstat().st_uid != os.getuid():
         raise ValueError(f"{folder} is a link or belongs to another user")
+    # An earlier version, or the umask, may have left other permissions.
     folder.chmod(0o700)
-    if (fault := find_fault(folder)) is not None:
+    fault = find_fault(folder)
+    if fault is not None:
         raise ValueError(fault)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{folder} cannot be written")
-    if os.statvfs(folder).f_flag & os.ST_NOEXEC:  # compiled code is loaded from there
+    # Compiled code is loaded from there.
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
         raise ValueError(f"{folder} is mounted noexec")
     return folder
 
 
-def _temporary_folder() -> Path:
-    """Make a private folder that goes with this process; its kernels are compiled again by the
-    next.
-    """
+def _make_temporary_folder() -> Path:
+    """Make a private folder that goes with this process, as do its compiled kernels."""
     folder = tempfile.mkdtemp(prefix="relay-cache-")
     owner = os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # not in a forked child
+        # A forked child inherits the handlers, and its parent still uses the folder.
+        if os.getpid() == owner:
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)

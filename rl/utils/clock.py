@@ -13,7 +13,15 @@ def now_s() -> float:
 
 
 class BusyClock:
-    """Seconds during which at least one of several overlapping activities was running."""
+    """Seconds during which at least one of several overlapping activities was running.
+
+    Example:
+        >>> clock = BusyClock()
+        >>> with clock.active(), clock.active():
+        ...     await asyncio.sleep(0.5)
+        >>> round(clock.total_s(), 1)
+        0.5
+    """
 
     def __init__(self) -> None:
         self._num_active = 0
@@ -22,6 +30,7 @@ class BusyClock:
 
     @contextmanager
     def active(self) -> Iterator[None]:
+        # Only the first activity starts the clock, and the last stops it.
         if self._num_active == 0:
             self._since = now_s()
         self._num_active += 1

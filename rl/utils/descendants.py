@@ -27,6 +27,8 @@ from typing import NoReturn
 
 import psutil
 
+from rl.utils.compat import exit_at_once
+
 END_S = 5.0
 """Longest time in which killed processes must be gone; only one in an uninterruptible call takes
 longer.
@@ -36,12 +38,11 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def run_guarded(work: Callable[[], None], *, release: Callable[[], None]) -> NoReturn:
-    """Run `work` in a forked child until it ends, the parent ends or sends SIGTERM; then end all
-    descendants.
+    """Run `work` in a forked child, and end with it all that it has started.
 
-    Called in the main thread of a process that multiprocessing has spawned for this, which ends
-    with the child's exit code. `release` frees in the guard what only the child needs, such as its
-    end of a pipe.
+    The child is ended when the parent ends or sends SIGTERM. Called in the main thread of a process
+    that multiprocessing has spawned for this, which ends with the child's exit code. `release`
+    frees in the guard what only the child needs, such as its end of a pipe.
 
     SIGTERM of anybody but the parent has no effect on both: a scheduler sends it to every process
     of a run.
@@ -50,9 +51,7 @@ def run_guarded(work: Callable[[], None], *, release: Callable[[], None]) -> NoR
 
 
 class _Guard:
-    """The process between a parent and its worker, which ends the worker and all that it
-    started.
-    """
+    """Process between a parent and its worker, which ends the worker and all that it started."""
 
     def __init__(self) -> None:
         parent = multiprocessing.parent_process()
@@ -65,20 +64,22 @@ class _Guard:
 
     def run(self, work: Callable[[], None], *, release: Callable[[], None]) -> NoReturn:
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # `_hear` takes it
+            # `_await_request` takes SIGTERM.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
             # A terminal sends these to all of its processes. The parent decides what they mean.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            signal.signal(signal.SIGCHLD, self._reap)
+            signal.signal(signal.SIGCHLD, self._forget_children)
             _set_option(_PR_SET_CHILD_SUBREAPER, 1)
             guard = os.getpid()
             self._worker = os.fork()
             if self._worker == 0:
-                _work(work, guard=guard)
+                _run_worker(work, guard=guard)
             release()
             self._wait()
-        except BaseException:  # noqa: BLE001  (reported here: nobody is above)
+        except BaseException:  # noqa: BLE001
+            # Reported here, as nobody is above.
             traceback.print_exc()
             self._statuses[self._worker] = 1 << 8
         finally:
@@ -87,30 +88,34 @@ class _Guard:
 
     def _wait(self) -> None:
         """Wait until the worker or the parent has ended, or the parent asks for the end."""
-        asked, ask = os.pipe()
-        threading.Thread(target=self._hear, args=(ask,), daemon=True).start()
-        with suppress(ProcessLookupError):  # one of them has ended already
-            ends = [os.pidfd_open(self._worker), os.pidfd_open(self._parent), asked]
-            if os.getppid() == self._parent:  # and the pid is not yet another process's
+        request, ask = os.pipe()
+        threading.Thread(target=self._await_request, args=(ask,), daemon=True).start()
+        # One of them may have ended already.
+        with suppress(ProcessLookupError):
+            ends = [os.pidfd_open(self._worker), os.pidfd_open(self._parent), request]
+            # Otherwise the parent had ended, and its pid may be another process's by now.
+            if os.getppid() == self._parent:
                 wait(ends)
 
-    def _hear(self, ask: int) -> None:
-        """Close the pipe at a SIGTERM of the parent; handlers are not told who has sent a
-        signal.
-        """
+    def _await_request(self, ask: int) -> None:
+        """Close the pipe at a SIGTERM of the parent."""
+        # In a thread with `sigwaitinfo`, as a handler is not told the sender of a signal.
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != self._parent:
             pass
         os.close(ask)
 
-    def _reap(self, *_: object) -> None:
+    def _forget_children(self, *_: object) -> None:
         """Forget children that have ended, which are zombies until then."""
         with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if self._worker in (0, ended[0]):
-                    self._statuses[ended[0]] = ended[1]
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            while pid:
+                # 0: the fork has not returned, and this may be the worker.
+                if self._worker in (0, pid):
+                    self._statuses[pid] = status
+                pid, status = os.waitpid(-1, os.WNOHANG)
 
 
-def _work(work: Callable[[], None], *, guard: int) -> NoReturn:
+def _run_worker(work: Callable[[], None], *, guard: int) -> NoReturn:
     """Run `work` in the worker, which dies with the guard."""
     code = 1
     try:
@@ -121,7 +126,8 @@ def _work(work: Callable[[], None], *, guard: int) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _set_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == guard:  # The guard may have died before the option was set.
+        # The guard may have died before the option was set.
+        if os.getppid() == guard:
             work()
             code = 0
     except BaseException:  # noqa: BLE001  (reported here: nobody is above)
@@ -130,21 +136,21 @@ def _work(work: Callable[[], None], *, guard: int) -> NoReturn:
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)
+        exit_at_once(code)
 
 
 def _end_descendants() -> None:
-    """Kill all descendants, also those that a killed one leaves behind, and wait until they are
-    gone.
+    """Kill all descendants and wait until they are gone.
+
+    A killed process leaves its children to the guard, so they are looked up again and again.
     """
     until = time.monotonic() + END_S
     while time.monotonic() < until:
-        left = psutil.Process().children(
-            recursive=True
-        )  # without zombies, which `_reap` forgets at once
-        if not left:
+        # Without zombies, which `_forget_children` forgets at once.
+        children = psutil.Process().children(recursive=True)
+        if not children:
             return
-        for process in left:
+        for process in children:
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(_POLL_S)
@@ -154,11 +160,12 @@ def _end_like(status: int) -> NoReturn:
     """End this process with the exit code, or by the signal, of a wait status."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        with suppress(OSError, ValueError):  # SIGKILL has no handler
+        # SIGKILL has no handler. A core of the guard would tell nothing about the worker's end.
+        with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    os._exit(abs(code))
+    exit_at_once(abs(code))
 
 
 def _set_option(option: int, value: int) -> None:

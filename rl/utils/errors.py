@@ -1,6 +1,4 @@
-"""Errors that end a run and are shown to the person who started it, and warnings about files that
-it can lack.
-"""
+"""Errors that end a run, and warnings about files that a run can lack."""
 
 from __future__ import annotations
 
@@ -18,7 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class RunError(RuntimeError):
-    """A run cannot go on; the message gives the reason and needs no traceback."""
+    """A run cannot go on; the message gives the reason and needs no traceback.
+
+    Example:
+        >>> error = RunError("no judge is there")
+        >>> error.where = "step 3"
+        >>> str(error)
+        'step 3: no judge is there'
+    """
 
     where = ""
     """Position in the run, such as "step 3"; set by `rl.observability.spans.error_context`."""
@@ -44,6 +49,7 @@ class UnwrittenError(RunError):
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Return an error and its chain of causes, each once even if the chain is a circle."""
+    # By identity: errors may be equal, and need not have a hash.
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -52,12 +58,12 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def disk_reason(error: Exception) -> str:
-    """Return the system's reason of an error of the disk, without a path; also of those that
-    safetensors words anew.
-    """
+    """Return the system's reason of an error of the disk, without a path."""
     number = error.errno if isinstance(error, OSError) else None
-    if number is None and (told := re.search(r"os error (\d+)", str(error))):
-        number = int(told[1])
+    if number is None:
+        # safetensors raises errors of its own, with the number in their text.
+        match = re.search(r"os error (\d+)", str(error))
+        number = None if match is None else int(match[1])
     return "unknown reason" if number is None else os.strerror(number)
 
 
@@ -75,18 +81,19 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def optional_write(path: Path) -> Iterator[None]:
-    """Turn an OSError into a warning, once until a write succeeds: the run goes on without the
-    file.
+    """Turn an OSError into a warning, once until a write succeeds.
+
+    The run goes on without the file.
     """
     try:
         yield
     except OSError as error:
         is_new = path not in _FAILING
         _FAILING.add(path)
-        if (
-            is_new
-        ):  # the path may be that of the log, which then refuses the warning too, or takes it
+        if is_new:
             logger.warning("%s was not written: %s; the run goes on", path, error.strerror or error)
+            # Again: if the path is that of the log, and the log takes the warning, this function
+            # has forgotten the path meanwhile.
             _FAILING.add(path)
     else:
         _FAILING.discard(path)

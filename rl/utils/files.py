@@ -42,16 +42,21 @@ MAX_DIGITS = 100
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` at the end; after an error `path` is
-    unchanged.
+    """Yield a temporary path that replaces `path` at the end; an error leaves `path` as it is.
+
+    Example:
+        >>> with atomic_write(Path("config.json")) as temporary:
+        ...     temporary.write_text("{}")
     """
     temporary = path.with_name(f"{path.name}{TMP_SUFFIX}")
-    temporary.unlink(missing_ok=True)  # in a folder from elsewhere it may be a link to any file
+    # In a folder from elsewhere it may be a link to any file.
+    temporary.unlink(missing_ok=True)
     try:
         yield temporary
         temporary.replace(path)
     finally:
-        with suppress(OSError):  # already renamed, or never made
+        # Already renamed, or never made.
+        with suppress(OSError):
             temporary.unlink()
 
 
@@ -78,8 +83,8 @@ def temporary_folder(path: Path) -> Iterator[Path]:
     A lock file next to the folder is held meanwhile, so that `remove_leftovers` can tell a folder
     in use from the leftover of a killed process.
     """
-    folder = _hidden(path)
-    lock_file = _lock_of(folder)
+    folder = _name_hidden(path)
+    lock_file = _name_lock(folder)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         # Without locks on this file system the folder stays unmarked, and no other process touches
@@ -94,17 +99,19 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 def remove_leftovers(parent: Path) -> None:
     """Remove the temporary folders in `parent` whose process was killed."""
     for lock_file in parent.glob(f".*.{'[0-9a-f]' * 32}{_BEING_WRITTEN}{LOCK}"):
+        # A living process holds the lock.
         with suppress(OSError, Timeout), FileLock(lock_file, blocking=False):
-            shutil.rmtree(
-                lock_file.with_name(lock_file.name.removesuffix(LOCK)), ignore_errors=True
-            )
+            folder = lock_file.with_name(lock_file.name.removesuffix(LOCK))
+            shutil.rmtree(folder, ignore_errors=True)
             lock_file.unlink()
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Flush a temporary folder to disk, then rename it to `path`; raises FileExistsError as
-    `atomic_folder`.
+    """Flush a temporary folder to disk, then rename it to `path`.
+
+    Raises FileExistsError as `atomic_folder`.
     """
+    # Before the rename, or a power cut could leave the name with empty files.
     for file in (*temporary.rglob("*"), temporary):
         _flush(file)
     try:
@@ -117,22 +124,24 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder at once under its name; `remove_leftovers` completes a removal that was
-    interrupted.
+    """Remove a folder at once under its name.
+
+    `remove_leftovers` completes a removal that was interrupted.
     """
-    hidden = _hidden(path)
-    _lock_of(hidden).touch()
+    hidden = _name_hidden(path)
+    # First the lock file, by which `remove_leftovers` finds the folder.
+    _name_lock(hidden).touch()
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
     if not hidden.exists():
-        _lock_of(hidden).unlink(missing_ok=True)
+        _name_lock(hidden).unlink(missing_ok=True)
 
 
-def _hidden(path: Path) -> Path:
+def _name_hidden(path: Path) -> Path:
     return path.parent / f".{path.name}.{uuid.uuid4().hex}{_BEING_WRITTEN}"
 
 
-def _lock_of(folder: Path) -> Path:
+def _name_lock(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}{LOCK}")
 
 
@@ -142,6 +151,9 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# Locked folders
 
 
 @contextmanager
@@ -160,15 +172,17 @@ def make_folder(path: Path, as_what: str) -> None:
 
 
 def lock_folder(path: Path, *, as_what: str, otherwise: str) -> FileLock:
-    """Make a folder and lock it for this process; the lock file names the process for other
-    processes to read.
+    """Make a folder and lock it for this process.
+
+    The lock file names the process, for other processes to read.
 
     Raises:
         ValueError: another process holds the lock, in which case the message ends with `otherwise`,
             or the folder or its lock file cannot be made.
     """
     file = path / LOCK
-    if not is_regular(file, may_be_missing=True):  # locking truncates the file
+    # Locking truncates the file, which may be a link to any file.
+    if not is_regular(file, may_be_missing=True):
         raise ValueError(f"{file} is not a regular file: {path} cannot be locked; {otherwise}")
     lock = FileLock(file, blocking=False, mode=0o644, thread_local=False)
     make_folder(path, as_what)
@@ -178,7 +192,8 @@ def lock_folder(path: Path, *, as_what: str, otherwise: str) -> FileLock:
         except Timeout as error:
             holder = file.read_text() or "another process"
             raise ValueError(f"{path} is in use by {holder}; {otherwise}") from error
-    with suppress(OSError):  # a full disk is reported when something that matters is written
+    # A full disk is reported when something that matters is written.
+    with suppress(OSError):
         file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     return lock
 
@@ -191,6 +206,9 @@ def locked_folder(path: Path, *, as_what: str, otherwise: str) -> Iterator[None]
         yield
     finally:
         lock.release()
+
+
+# Files from elsewhere
 
 
 def is_regular(file: Path, *, may_be_missing: bool = False) -> bool:
@@ -215,22 +233,24 @@ def open_regular(file: Path) -> BinaryIO:
     try:
         descriptor = os.open(file, flags)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-            raise _not_regular(file) from error
+        # A link, a socket.
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _make_not_regular_error(file) from error
         raise
+    # Looked up by the open file: the name may lead to another file by now.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _not_regular(file)
+        raise _make_not_regular_error(file)
     return open(descriptor, "rb")
 
 
 def read_regular(file: Path) -> bytes:
     """Return the content of a file; see `open_regular`."""
-    with open_regular(file) as opened:
-        return opened.read()
+    with open_regular(file) as content:
+        return content.read()
 
 
-def _not_regular(file: Path) -> OSError:
+def _make_not_regular_error(file: Path) -> OSError:
     return OSError(errno.EINVAL, "not a regular file", str(file))
 
 
@@ -242,27 +262,29 @@ def parse_json(text: str | bytes) -> Any:
     """
     too_deep = f"it has more than {MAX_DEPTH} levels of lists and objects"
     try:
-        value = json.loads(text, parse_int=_integer)
+        value = json.loads(text, parse_int=_parse_integer)
     except RecursionError as error:
         raise ValueError(too_deep) from error
+
+    # Level by level, as a recursion would end this process where the parser did not.
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
-        contents = (outer.values() if isinstance(outer, dict) else outer for outer in level)
-        level = [
-            inner for content in contents for inner in content if isinstance(inner, dict | list)
-        ]
+        next_level: list[Any] = []
+        for outer in level:
+            content = outer.values() if isinstance(outer, dict) else outer
+            next_level += [inner for inner in content if isinstance(inner, dict | list)]
+        level = next_level
     if level:
         raise ValueError(too_deep)
     return value
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise ValueError if the file is missing or holds something
-    else.
-    """
+    """Return the object in a JSON file; raise ValueError if there is none."""
     if not file.is_file():
         raise ValueError(f"file {file} is missing")
-    if (num_bytes := file.stat().st_size) > MAX_JSON_BYTES:
+    num_bytes = file.stat().st_size
+    if num_bytes > MAX_JSON_BYTES:
         raise ValueError(f"file {file} has {num_bytes} bytes: must have at most {MAX_JSON_BYTES}")
     try:
         content = parse_json(file.read_bytes())
@@ -273,20 +295,20 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def _integer(digits: str) -> int:
+def _parse_integer(digits: str) -> int:
+    # The time for an integer grows with the square of its digits.
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"the integer {digits[:20]}... has more than {MAX_DIGITS} digits")
     return int(digits)
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield number and object of each line that is not blank, None for a damaged line; a missing
-    file has no lines.
+    """Yield number and object of each line that is not blank, None for a damaged line.
 
-    Raises OSError for anything but a regular file, as `open_regular`.
+    A missing file has no lines. Raises OSError for anything but a regular file, as `open_regular`.
     """
-    with suppress(FileNotFoundError), open_regular(file) as opened:
-        lines = io.TextIOWrapper(opened, encoding="utf-8", errors="replace", newline="\n")
+    with suppress(FileNotFoundError), open_regular(file) as content:
+        lines = io.TextIOWrapper(content, encoding="utf-8", errors="replace", newline="\n")
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 value = None
@@ -295,34 +317,36 @@ def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
                 yield number, value if isinstance(value, dict) else None
 
 
+# Files that grow
+
+
 class AppendFile:
-    """Append-only file in which each piece of text is stored whole or not at all, also on a full
-    disk.
-    """
+    """Append-only file that stores each text whole or not at all, also on a full disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: FileIO | None = None
 
     def open(self) -> FileIO:
-        """Return the file: new, or continued after a line that a killed process left unfinished;
-        raises OSError.
-        """
+        """Return the file, which is made if there is none; raises OSError."""
         if self._file is None:
             self._file = FileIO(self.path, "a+")
+            # A killed process may have left its last line unfinished.
             size = os.fstat(self._file.fileno()).st_size
             if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
                 self._file.write(b"\n")
         return self._file
 
     def append(self, text: str) -> None:
-        """Hand the text to the kernel, which keeps it even if this process is killed; an OSError
-        changes nothing.
+        """Hand the text to the kernel, which keeps it even if this process is killed.
+
+        An OSError changes nothing.
         """
         file = self.open()
         data = memoryview(text.encode("utf-8", errors="backslashreplace"))
         num_written = 0
         try:
+            # The kernel may take a part, such as all that fits on the disk.
             while num_written < len(data):
                 num_written += file.write(data[num_written:])
         except OSError:
@@ -344,9 +368,7 @@ class AppendFile:
 
 
 class BoundedFile:
-    """Two files, such as x.1.jsonl and x.jsonl, that keep the newest lines within `max_bytes`
-    together.
-    """
+    """Two files, such as x.1.jsonl and x.jsonl, with the newest lines within `max_bytes`."""
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
         self.path = path
@@ -359,12 +381,13 @@ class BoundedFile:
     def append(self, text: str) -> bool:
         """Append text, and return whether the oldest lines were dropped for it; raises OSError."""
         size = self._measure() if self._size is None else self._size
-        self._size = None  # as long as the text may be written in part
+        # Unknown while the text may be written in part.
+        self._size = None
         num_bytes = len(text.encode("utf-8", "backslashreplace"))
         is_full = size > 0 and size + num_bytes > self.max_line
         if is_full:
             self._file.close()
-            self.path.replace(previous_file(self.path))
+            self.path.replace(get_previous_file(self.path))
             size = 0
         self._file.append(text)
         self._size = size + num_bytes
@@ -381,6 +404,6 @@ class BoundedFile:
         self._file.close()
 
 
-def previous_file(path: Path) -> Path:
+def get_previous_file(path: Path) -> Path:
     """Return the path of the file with the older lines."""
     return path.with_suffix(f".1{path.suffix}")

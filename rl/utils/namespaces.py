@@ -1,5 +1,4 @@
-"""Linux namespaces and capabilities of this process: the system calls that `actors.isolation` is
-built on.
+"""Linux namespaces and capabilities of this process, on which `actors.isolation` is built.
 
 Network namespaces belong to a thread, user namespaces to a whole process. Making a network
 namespace takes the capability CAP_SYS_ADMIN. A process without privileges gets it by a user
@@ -17,6 +16,8 @@ import struct
 import sys
 from pathlib import Path
 from typing import Any
+
+from rl.utils.compat import exit_at_once
 
 NEW_USER, NEW_NET = 0x1000_0000, 0x4000_0000
 """CLONE_NEWUSER and CLONE_NEWNET of <linux/sched.h>."""
@@ -44,6 +45,7 @@ def enter_user_namespace() -> None:
     """
     if sys.platform != "linux" or os.geteuid() == 0 or can_make_network():
         return
+    # The kernel refuses a process with several threads.
     if len(os.listdir("/proc/self/task")) > 1 or not _is_permitted():
         return
     _enter()
@@ -54,24 +56,24 @@ def enter_user_namespace() -> None:
 def _enter() -> None:
     user, group = os.geteuid(), os.getegid()
     _check(libc().unshare(NEW_USER))
-    Path("/proc/self/setgroups").write_text("deny")  # else the kernel refuses the map of groups
+    # Otherwise the kernel refuses the map of groups.
+    Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     _set_capabilities(NET_ADMIN | SYS_ADMIN)
 
 
 def _is_permitted() -> bool:
-    """Try in a child: where only a part is permitted, this process would be stuck in the user
-    namespace.
-    """
+    """Try in a child whether the system permits both namespaces."""
+    # Where it permits only the first, this process would be stuck in the user namespace.
     child = os.fork()
     if child == 0:
         try:
             _enter()
             make_network()
-            os._exit(0)
+            exit_at_once(0)
         except BaseException:  # noqa: BLE001  (nothing of the parent's program runs in the child)
-            os._exit(1)
+            exit_at_once(1)
     return os.waitpid(child, 0)[1] == 0
 
 
@@ -94,8 +96,9 @@ def _set_capabilities(bits: int) -> None:
 
 
 def make_network() -> int:
-    """Put this thread into a new network namespace that has only a loopback device; return its
-    descriptor.
+    """Put this thread into a new network namespace that has only a loopback device.
+
+    Returns its descriptor.
 
     Raises:
         OSError: it is not permitted.
@@ -106,6 +109,7 @@ def make_network() -> int:
 
 
 def _start_loopback() -> None:
+    # A new namespace has the device, but it is down. Any socket takes the request.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SET_FLAGS, struct.pack("16sh14x", b"lo", IS_UP))
 

@@ -1,9 +1,12 @@
 r"""Numbers in texts: one pattern for all places that look for one, and one way of writing them.
 
-    1,000.50   1 000.50 with a no-break space   1'000.50   1_000.50   1{,}000.50   1.000,50    ->   1000.50
-    1 000 with a plain space, if a group begins with 0; 100 200 is two numbers
-    -5 with any dash for the minus sign         +5                    -$5                      ->   -5   5   -5
-    .5                                          3,14                  6.5E-3                   ->   0.5   3.14   6.5e-3
+    1,000.50   1 000.50 with a no-break space  ->  1000.50
+    1'000.50   1_000.50   1{,}000.50  1.000,50 ->  1000.50
+    -5 with any dash for the minus sign        ->  -5
+    +5         -$5                             ->  5   -5
+    .5         3,14       6.5E-3               ->  0.5   3.14   6.5e-3
+
+1 000 with a plain space is one number if a group begins with 0; 100 200 is two numbers.
 
 A hyphen after a letter, a digit or a closing bracket is no sign: 3-5, 2024-05-01, GPT-4. Commas
 between digits group thousands where they can (1,000 and 1,00,000); a single comma that cannot is a
@@ -65,7 +68,8 @@ _CURRENCY = r"(?:[A-Z]{0,3}\\?[$\u00a2-\u00a5\u0e3f\u20a0-\u20c0\uff04\uffe1\uff
 _DIVISOR = r"(?:/(?P<divisor>[0-9]++)(?![/.,]?[0-9]))?"
 # No part of a date, 5/1/2024, is a fraction: its divisor may not have one of its own, nor be one.
 _NUMBER = re.compile(
-    rf"(?:(?P<sign>{_SIGN}){_CURRENCY})?(?P<divides>(?<=[0-9]/))?(?P<magnitude>{MAGNITUDE})(?(divides)|{_DIVISOR})"
+    rf"(?:(?P<sign>{_SIGN}){_CURRENCY})?(?P<divides>(?<=[0-9]/))?"
+    rf"(?P<magnitude>{MAGNITUDE})(?(divides)|{_DIVISOR})"
 )
 _ALONE = re.compile(rf"^{_CURRENCY}")
 """Currency before a number without a sign."""
@@ -81,20 +85,24 @@ def with_ascii_digits(text: str) -> str:
 
 
 def find_numbers(text: str) -> list[str]:
-    """Return the numbers in a text in one way of writing: digits with a minus, a period, an
-    exponent, or a / b.
+    """Return the numbers in a text, all written in one way.
+
+    Example:
+        >>> find_numbers("between -$1,000.50 and 3/4")
+        ['-1000.50', '3/4']
     """
-    return [_written(match) for match in _matches(text)]
+    return [_format_match(match) for match in _find_matches(text)]
 
 
 def last_number(text: str, *, is_cut_off: bool = False) -> str | None:
-    """Return the last number, as `find_numbers`; None if there is none, or if it might go on after
-    a cut.
+    """Return the last number, as `find_numbers`; None if there is none.
+
+    None too for a number that might go on after a cut.
     """
-    last = deque(_matches(text), maxlen=1)
+    last = deque(_find_matches(text), maxlen=1)
     if not last or (is_cut_off and _UNFINISHED.fullmatch(last[0].string, last[0].end())):
         return None
-    return _written(last[0])
+    return _format_match(last[0])
 
 
 def number_value(text: str) -> Fraction | None:
@@ -104,15 +112,15 @@ def number_value(text: str) -> Fraction | None:
     """
     if len(text) > MAX_CHARS:
         return None
-    match = _NUMBER.fullmatch(_ALONE.sub("", _plain(text.strip().removesuffix("."))))
+    match = _NUMBER.fullmatch(_ALONE.sub("", _normalize(text.strip().removesuffix("."))))
     if (
         match is None
         or re.match("0[0-9]", match["magnitude"])
-        or _has_decimal_comma(match["magnitude"])
+        or _is_decimal_comma(match["magnitude"])
     ):
         return None
     try:
-        whole, _, divisor = _written(match).partition("/")
+        whole, _, divisor = _format_match(match).partition("/")
         return Fraction(whole) / Fraction(divisor or 1)
     except ZeroDivisionError:
         return None
@@ -127,26 +135,28 @@ def same_answer(expected: str, answer: str) -> bool:
     return value is not None and value == number_value(answer)
 
 
-def _matches(text: str) -> Iterator[re.Match[str]]:
-    return _NUMBER.finditer(_plain(text))
+def _find_matches(text: str) -> Iterator[re.Match[str]]:
+    return _NUMBER.finditer(_normalize(text))
 
 
-def _plain(text: str) -> str:
-    """Return the text with ASCII digits, LaTeX's commas, and simple fractions as 1/2; 3 1/2 stays
-    two numbers.
+def _normalize(text: str) -> str:
+    """Return the text with ASCII digits, LaTeX's commas, and simple fractions as 1/2.
+
+    3 1/2 stays two numbers.
     """
 
+    # \\frac in a text of LaTeX; a digit before it is a whole number.
     def separate(part: re.Match[str]) -> str:
         return f"{part[1]}{' ' * bool(part[1])}{part[2] or part[3]}/{part[4] or part[5]}"
 
     return _FRACTION.sub(separate, with_ascii_digits(text).replace("{,}", ","))
 
 
-def _written(match: re.Match[str]) -> str:
+def _format_match(match: re.Match[str]) -> str:
     sign = "-" if "-" in (match["sign"] or "") else ""
     digits, mark, exponent = match["magnitude"].lower().partition("e")
     digits = re.sub(f"{_MARK}| ", "", digits)
-    if _has_decimal_comma(digits):
+    if _is_decimal_comma(digits):
         digits = digits.replace(".", "").replace(",", ".")
     elif digits.count(".") > 1:
         digits = digits.replace(".", "")
@@ -155,7 +165,7 @@ def _written(match: re.Match[str]) -> str:
     return f"{sign}{whole}/{match['divisor']}" if match["divisor"] else f"{sign}{whole}"
 
 
-def _has_decimal_comma(magnitude: str) -> bool:
+def _is_decimal_comma(magnitude: str) -> bool:
     """Return True if there is a single comma, and it is no thousands separator."""
     before, comma, after = re.sub(f"{_MARK}| ", "", magnitude).partition(",")
     if not comma or "," in after or "." in after:

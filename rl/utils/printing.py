@@ -1,5 +1,6 @@
-"""Text on a terminal: without control characters of others, and without errors when nobody reads
-it.
+"""Text for people: bounded excerpts of foreign texts, and lines on a terminal.
+
+A terminal gets no control characters of foreign texts, and a closed pipe is no error.
 """
 
 from __future__ import annotations
@@ -12,6 +13,32 @@ import unicodedata
 from collections.abc import Iterator
 from typing import TextIO
 
+MAX_SHOWN_CHARS = 2000
+"""Longest excerpt of a foreign text in a message."""
+
+
+def shown(value: object) -> str:
+    """Return a bounded repr of a foreign value for a message.
+
+    Example:
+        >>> shown("a" * 3000)[:8], len(shown("a" * 3000))
+        ("'aaaaaaa", 2032)
+    """
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001  (a user's __repr__)
+        text = f"a {type(value).__name__} that has no repr"
+    return shortened(text)
+
+
+def shortened(text: str, *, most: int = MAX_SHOWN_CHARS) -> str:
+    """Return a text of at most `most` characters; of a longer text the beginning and the end."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half} characters more) ... {text[-half:]}"
+
+
 _NO_READER = (errno.EPIPE, errno.EIO, errno.EBADF)
 """Errors of a pipe whose reader has ended, of a terminal that was closed, and of a closed
 descriptor.
@@ -23,27 +50,25 @@ directions, surrogates, separators of lines."""
 
 
 def visible(text: str) -> str:
-    r"""Return a text whose control characters are written out, as \x1b, but for line breaks and
-    tabs.
+    r"""Return a text whose control characters are written out, as \x1b.
 
-    Text from files, models and tasks can otherwise move the cursor, change the title or the
-    clipboard, or reverse what follows.
+    Line breaks and tabs stay. Text from files, models and tasks can otherwise move the cursor,
+    change the title or the clipboard, or reverse what follows.
     """
+    # Nearly every text is, and the way by characters is slow.
     if text.isprintable():
         return text
-    return "".join(_shown(character) for character in text)
+    return "".join(_write_out(character) for character in text)
 
 
-def _shown(character: str) -> str:
+def _write_out(character: str) -> str:
     if character in _KEPT or unicodedata.category(character) not in _INVISIBLE:
         return character
     return character.encode("unicode_escape").decode("ascii")
 
 
-def writable(text: str, *, stream: TextIO) -> str:
-    """Return a visible text of which the stream's encoding has every character; others are written
-    out.
-    """
+def encode_visible(text: str, *, stream: TextIO) -> str:
+    """Return a visible text in which characters that the stream lacks are written out."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return visible(text).encode(encoding, "backslashreplace").decode(encoding)
 
@@ -57,23 +82,22 @@ def say(text: str, *, stream: TextIO | None = None) -> None:
     cannot be written for another reason, such as a full disk.
     """
     stream = sys.stdout if stream is None else stream
-    if stream is None:  # the process was started without one
+    # The process was started without a standard output.
+    if stream is None:
         return
-    with _until_the_reader_stops(stream):
-        stream.write(f"{writable(text, stream=stream)}\n")
+    with _ignore_closed_reader(stream):
+        stream.write(f"{encode_visible(text, stream=stream)}\n")
 
 
 def say_error(text: str) -> None:
-    """Print lines to standard error, for as long as somebody reads them; nothing that fails here is
-    an error.
-    """
+    """Print lines to standard error; nothing that fails here is an error."""
     if sys.stderr is not None:
         with contextlib.suppress(ValueError):
             say(text, stream=sys.stderr)
 
 
 @contextlib.contextmanager
-def _until_the_reader_stops(stream: TextIO) -> Iterator[None]:
+def _ignore_closed_reader(stream: TextIO) -> Iterator[None]:
     """End the block without an error when a reader of the output, such as `head`, has seen enough.
 
     Raises ValueError if the output cannot be written for another reason, such as a full disk.
@@ -88,10 +112,9 @@ def _until_the_reader_stops(stream: TextIO) -> Iterator[None]:
 
 
 def _drop(stream: TextIO) -> None:
-    """Let a stream write into nothing: what is left in its buffer would fail again when Python
-    ends.
-    """
-    with contextlib.suppress(OSError):  # a stream without a descriptor
+    """Let a stream write into nothing."""
+    # The rest in its buffer would fail again when Python ends. A StringIO has no descriptor.
+    with contextlib.suppress(OSError):
         descriptor = stream.fileno()
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, descriptor)

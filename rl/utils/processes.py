@@ -1,20 +1,22 @@
-"""Processes of this machine (Linux): identity, random state, compute threads, imports without
-garbage collection.
-"""
+"""Processes of this machine (Linux): identity, signals, memory, compute threads, random state."""
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import ctypes
 import gc
 import os
 import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -46,9 +48,10 @@ def identify(pid: int) -> ProcessId | None:
     return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
 
 
-def pid_namespace() -> int | None:
-    """Return the number of the namespace in which pids count for this process: a container has its
-    own.
+def get_pid_namespace() -> int | None:
+    """Return the number of the namespace in which pids count for this process.
+
+    A container has a namespace of its own.
     """
     with suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
@@ -56,6 +59,7 @@ def pid_namespace() -> int | None:
 
 
 def is_alive(process: ProcessId) -> bool:
+    """Return whether the process runs; a zombie does not."""
     return identify(process.pid) == process
 
 
@@ -66,38 +70,37 @@ def kill(process: ProcessId) -> None:
 
 
 def signal_name(number: int) -> str:
-    """Return a name such as SIGKILL, or the number of a signal without one."""
+    """Return a name such as SIGKILL; for a signal without a name its number."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-def kernel_state(process: ProcessId) -> str | None:
-    """Return the scheduler's state of a process, such as "sleeping" or "stopped", or None if it is
-    dead.
-    """
+def read_kernel_state(process: ProcessId) -> str | None:
+    """Return the scheduler's state of a process, such as "sleeping"; None if it is dead."""
     with suppress(psutil.Error):
         state = psutil.Process(process.pid).status()
+        # Looked up afterwards, as the state may be of another process that got the pid.
         return state if is_alive(process) else None
     return None
 
 
-def catches(process: ProcessId, number: int) -> bool:
-    """Return True if the process has a handler for this signal, which would otherwise end the
-    process.
-    """
+def is_signal_caught(process: ProcessId, number: int) -> bool:
+    """Return True if the process has a handler for this signal."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    # A mask with a bit for each signal, from 1 on.
+    (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (number - 1) & 1) and is_alive(process)
 
 
-def writes_to(process: ProcessId, file: os.stat_result) -> bool:
-    """Return whether the process has this file open for writing; raises PermissionError for that of
-    another user.
+def is_written_by(process: ProcessId, file: os.stat_result) -> bool:
+    """Return whether the process has this file open for writing.
+
+    Raises PermissionError for a process of another user.
     """
     folder = Path(f"/proc/{process.pid}")
     try:
@@ -105,7 +108,8 @@ def writes_to(process: ProcessId, file: os.stat_result) -> bool:
     except FileNotFoundError:
         return False
     for descriptor in descriptors:
-        with suppress(OSError):  # closed meanwhile
+        # The process may have closed it meanwhile.
+        with suppress(OSError):
             if os.path.samestat(os.stat(folder / "fd" / descriptor), file):
                 _, _, flags = (folder / "fdinfo" / descriptor).read_text().partition("flags:")
                 if int(flags.split()[0], 8) & os.O_ACCMODE != os.O_RDONLY:
@@ -114,16 +118,19 @@ def writes_to(process: ProcessId, file: os.stat_result) -> bool:
 
 
 def leave_signals_to_controller() -> None:
-    """Survive the signals that a terminal or a scheduler sends to every process of a run, in the
-    main thread.
+    """Survive the signals that a terminal or a scheduler sends to every process of a run.
 
-    The controller acts on them: it finishes a step and saves, for which it needs the others.
+    Call it in the main thread. The controller acts on them: it finishes a step and saves, for which
+    it needs the others.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             # A handler, as children would inherit that the signal is ignored.
             signal.signal(number, lambda *_: None)
+
+
+# Garbage collection
 
 
 @contextmanager
@@ -160,18 +167,20 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*thresholds)
 
 
+# Compute threads and random states
+
+
 _counting = threading.Lock()
 
 
 def use_threads(count: int) -> None:
-    """Run the PyTorch kernels that the calling thread starts on `count` threads; other threads keep
-    their counts.
+    """Run the PyTorch kernels of the calling thread on `count` threads.
 
-    OpenMP keeps a pool of threads for every thread that has started a parallel kernel. As soon as
-    the pools of a process together have more threads than there are cores, idle threads sleep
-    instead of spinning, and each small kernel waits for them to wake: matrix products of 128 x 128
-    x 512 take 1.7 times as long. So only the computing thread of a process should have a pool; a
-    count of 1 creates none.
+    Other threads keep their counts. OpenMP keeps a pool of threads for every thread that has
+    started a parallel kernel. As soon as the pools of a process together have more threads than
+    there are cores, idle threads sleep instead of spinning, and each small kernel waits for them to
+    wake: matrix products of 128 x 128 x 512 take 1.7 times as long. So only the computing thread of
+    a process should have a pool; a count of 1 creates none.
     """
     import torch
 
@@ -205,16 +214,15 @@ def seed_everything(seed: int, *, offset: int = 0, deterministic: bool = False) 
 
 
 def process_states() -> dict[str, Any]:
-    """Return the random states of Python, numpy and PyTorch; a library that is not imported is left
-    out.
-    """
+    """Return the random states of Python, numpy and PyTorch, if these are imported."""
     states: dict[str, Any] = {"python": random.getstate()}
     # A thread may be importing one of them: then no random number has been drawn from it yet.
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     with suppress(AttributeError):
-        if (numpy := sys.modules.get("numpy")) is not None:
+        if numpy is not None:
             states["numpy"] = numpy.random.get_state()
     with suppress(AttributeError):
-        if (torch := sys.modules.get("torch")) is not None:
+        if torch is not None:
             states["torch"] = torch.get_rng_state()
             if torch.cuda.is_initialized():
                 states["cuda"] = torch.cuda.get_rng_state()
@@ -222,14 +230,101 @@ def process_states() -> dict[str, Any]:
 
 
 def restore_process_states(states: Mapping[str, Any]) -> None:
-    """Set the states that `process_states` returned, for the libraries that are imported in this
-    process.
-    """
+    """Set the states that `process_states` returned, for the libraries that are imported."""
     random.setstate(states["python"])
-    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if "numpy" in states and numpy is not None:
         numpy.random.set_state(states["numpy"])
-    if (torch := sys.modules.get("torch")) is not None:
+    if torch is not None:
         if "torch" in states:
             torch.set_rng_state(states["torch"])
         if "cuda" in states and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(states["cuda"])
+
+
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a scheduler's end of the run, and the end of its terminal or ssh session."""
+WAKE_UP = signal.SIGRTMIN + 6
+"""Signal that nobody sends."""
+REPEAT_S = 0.1
+"""Time within which the same signal counts once: `timeout` sends it to the process and to its
+group.
+"""
+
+
+@contextmanager
+def handling_end_signals(
+    on_signal: Callable[[int], None], *, loop: asyncio.AbstractEventLoop
+) -> Iterator[None]:
+    """Handle `END_SIGNALS` in this block, if this is the main thread.
+
+    Signals that were ignored before stay so: SIGINT in a shell's background job, SIGHUP under
+    nohup. The end of a terminal counts once, and not after Ctrl-C, because the kernel and the shell
+    both tell it, and nobody is there to ask for a faster end.
+    """
+    before: dict[int, Any] = {}
+    # Python sets handlers in the main thread only.
+    is_main = threading.current_thread() is threading.main_thread()
+    for end_signal in END_SIGNALS if is_main else ():
+        handler = signal.getsignal(end_signal)
+        if handler is not signal.SIG_IGN:
+            before[end_signal] = handler
+    last: tuple[int, float] | None = None
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        now_s, earlier = time.monotonic(), last
+        last = (number, now_s)
+        if earlier is not None:
+            is_repeated = earlier[0] == number and now_s - earlier[1] < REPEAT_S
+            if number == signal.SIGHUP or is_repeated:
+                return
+        on_signal(number)
+
+    for number in before:
+        signal.signal(number, handle)
+    if before:
+        # With any handler of its own the loop wakes up for every signal, also for one that the
+        # kernel gave to another thread of this process.
+        loop.add_signal_handler(WAKE_UP, lambda: None)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(WAKE_UP)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# Memory
+
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+"""glibc's numbers of two options of `mallopt`."""
+NUM_KERNELS = "128"
+"""Compiled products that oneDNN keeps, of about 1 MB each: several times those of a forward and
+backward. Its default is 1024, and each number of rows needs its own."""
+
+
+def keep_freed_memory() -> None:
+    """Keep the memory that this process frees for its next tensors (glibc only).
+
+    Call it before any product. What lives longer leaves holes in it, oneDNN's kernels above all:
+    call `give_back_freed_memory` now and then.
+
+    By default glibc returns large blocks to the kernel, which clears every page of the next tensor
+    as it is first written: a product with a result of 55 MB took 55 ms, of which the product itself
+    was 13 (2 cores of an Intel Xeon with AMX, 2026-11-26).
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", NUM_KERNELS)
+    # Other C libraries lack these functions.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_TRIM_THRESHOLD, -1)
+
+
+def give_back_freed_memory() -> None:
+    """Return the pages that hold nothing to the kernel."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

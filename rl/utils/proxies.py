@@ -1,9 +1,8 @@
-"""Proxies of the environment (http_proxy, HTTPS_PROXY, ...): this machine is always reached without
-one.
+"""Proxies of the environment (http_proxy, HTTPS_PROXY, ...), which this machine needs not.
 
 Libraries send each request through the proxy that the environment names, also to this machine,
-unless NO_PROXY exempts it. A proxy on another machine cannot answer such a request, and one that is
-down makes clients wait for ever.
+unless NO_PROXY exempts it. A proxy on another machine cannot answer such a request, and a proxy
+that is down makes clients wait for ever.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ the first.
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, a name or an address without brackets, is this machine's loopback
-    interface.
+    """Return whether a host is this machine's loopback interface.
+
+    A host is a name, or an address without brackets.
     """
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -38,49 +38,57 @@ def is_loopback(host: str) -> bool:
 
 
 def leads_here(url: str) -> bool:
-    """Return whether a URL's host is this machine, by its own name or an address that no other
-    machine has.
+    """Return whether a URL's host is this machine.
+
+    The host may be this machine's name, or an address that no other machine has.
     """
     host = urlsplit(url).hostname or ""
     return host in (ANY_ADDRESS, socket.gethostname().lower()) or is_loopback(host)
 
 
 def loopback_exemption(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which an environment's proxies are not used for this machine; none
-    without a proxy.
+    """Return the variables with which an environment's proxies are not used for this machine.
+
+    None are needed without a proxy.
+
+    Example:
+        >>> loopback_exemption({"http_proxy": "http://proxy:3128", "no_proxy": "intranet"})
+        {'no_proxy': 'intranet,localhost,127.0.0.1,::1,0.0.0.0', 'NO_PROXY': 'intranet,...'}
     """
-    has_proxy = any(
-        value and name.lower().endswith("_proxy") and name not in EXEMPTING
-        for name, value in environment.items()
-    )
-    if not has_proxy:
+    if not any(_is_proxy(name, value) for name, value in environment.items()):
         return {}
-    given = {name: environment[name] for name in EXEMPTING if environment.get(name)}
-    variables = {}
-    for name in EXEMPTING:
-        text = given.get(name) or next(iter(given.values()), "")
-        hosts = [host.strip() for host in text.split(",") if host.strip()]
-        missing = [] if "*" in hosts else [host for host in HERE if host not in hosts]
-        variables[name] = ",".join([*hosts, *missing])
-    return variables
+    lower, upper = (environment.get(name, "") for name in EXEMPTING)
+    # A variable that is not set gets the hosts of the other: libraries read only one of them.
+    texts = {"no_proxy": lower or upper, "NO_PROXY": upper or lower}
+    return {name: _add_this_machine(text) for name, text in texts.items()}
+
+
+def _is_proxy(name: str, value: str) -> bool:
+    return bool(value) and name.lower().endswith("_proxy") and name not in EXEMPTING
+
+
+def _add_this_machine(text: str) -> str:
+    """Return a list of hosts, separated by commas, that has this machine too."""
+    hosts = [host.strip() for host in text.split(",") if host.strip()]
+    # A star exempts every host.
+    if "*" not in hosts:
+        hosts += [host for host in HERE if host not in hosts]
+    return ",".join(hosts)
 
 
 def exempt_loopback() -> None:
-    """Let this process, and those that it starts, reach this machine without a proxy.
-    Idempotent.
-    """
+    """Let this process and its children reach this machine without a proxy. Idempotent."""
     os.environ.update(loopback_exemption(os.environ))
 
 
 def used_proxy(url: str) -> str | None:
-    """Return the variable and the address of the proxy that a request to a URL goes through,
-    without its password.
-    """
+    """Return variable and address of the proxy that a request goes through, without a password."""
     parts = urlsplit(url)
     proxies = urllib.request.getproxies_environment()
     kind = parts.scheme if parts.scheme in proxies else "all"
     if kind not in proxies or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
     address = proxies[kind] if "://" in proxies[kind] else f"http://{proxies[kind]}"
-    scheme, _, place = address.partition("://")  # it may be no valid URL
+    # By hand, as it may be no valid URL.
+    scheme, _, place = address.partition("://")
     return f"{kind}_proxy={scheme}://{place.rpartition('@')[2]}"

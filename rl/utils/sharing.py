@@ -1,5 +1,4 @@
-"""Values that several users read: arrays and mappings that refuse changes, and private copies of
-plain data.
+"""Values that several users read: read-only arrays and mappings, and private copies.
 
 Reward functions and environments are code of many hands, and all of them see the same problem and
 the same rollout. Whatever is part of a result (tokens, logprobs, metrics) cannot be changed;
@@ -30,6 +29,8 @@ _IMMUTABLE = frozenset(
 )
 _WAITING = ("asyncio", "threading", "queue", "multiprocessing")
 """Modules whose objects coordinate their users, who therefore must have the same object."""
+_OF_RESOURCES = ("close", "aclose", "__enter__", "__aenter__")
+"""Methods of objects that stand for a resource."""
 
 
 def freeze_arrays(instance: Any, *names: str) -> None:
@@ -64,6 +65,10 @@ class ReadOnlyDict(dict[KeyT, ValueT]):
 class Shareable:
     """Base of a frozen, slotted dataclass of which each user gets a private copy.
 
+    Example:
+        >>> mine = problem.private()
+        >>> mine.data["questions"].pop()   # changes no other user's data
+
     A private copy has the same immutable fields. Other fields are copied when they are first read,
     so a user who reads none of them costs nothing.
     """
@@ -74,6 +79,7 @@ class Shareable:
         """Return an equal object whose mutable data belongs to the caller alone."""
         mine = object.__new__(type(self))
         object.__setattr__(mine, "_original", self)
+        # Other fields stay unset, so that `__getattr__` is asked for them.
         for name in self.__dataclass_fields__:  # type: ignore[attr-defined]
             value = getattr(self, name)
             if type(value) in _IMMUTABLE:
@@ -111,75 +117,80 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
     kind = type(value)
     if kind in _IMMUTABLE or _is_shared(value):
         return value
-    if id(value) in memo:  # the same list in two places stays one list
+    # The same list in two places stays one list.
+    if id(value) in memo:
         return memo[id(value)]
+    # A container is in `memo` before its items are copied, as it may hold itself.
     if kind is dict:
-        made: Any = memo.setdefault(id(value), {})
+        new: Any = memo.setdefault(id(value), {})
         for key, item in value.items():
-            made[key] = _copy(item, memo)
+            new[key] = _copy(item, memo)
     elif kind is list:
-        made = memo.setdefault(id(value), [])
-        made.extend(_copy(item, memo) for item in value)
+        new = memo.setdefault(id(value), [])
+        new.extend(_copy(item, memo) for item in value)
     elif kind is tuple:
         items = tuple(_copy(item, memo) for item in value)
-        made = value if all(a is b for a, b in zip(items, value, strict=True)) else items
+        new = value if all(a is b for a, b in zip(items, value, strict=True)) else items
     elif kind is set:
-        made = memo.setdefault(id(value), set(value))
+        new = memo.setdefault(id(value), set(value))
     elif kind is MappingProxyType:
         content: dict[Any, Any] = {}
-        made = memo[id(value)] = MappingProxyType(content)
+        new = memo[id(value)] = MappingProxyType(content)
         for key, item in value.items():
             content[key] = _copy(item, memo)
     else:
-        made = _copy_object(value, memo)
-    return made
+        new = _copy_object(value, memo)
+    return new
 
 
 def _copy_object(value: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy of an object of any other class, or the object itself if that fails."""
     num_before = len(memo)
     try:
-        return (
-            copy.deepcopy(value, memo) if hasattr(value, "__deepcopy__") else _rebuild(value, memo)
-        )
+        if hasattr(value, "__deepcopy__"):
+            return copy.deepcopy(value, memo)
+        return _rebuild(value, memo)
     except Exception:  # noqa: BLE001  (code of a user's class)
+        # The latest entries are parts of a copy that nobody gets.
         while len(memo) > num_before:
-            memo.popitem()  # The latest entries are parts of a copy that nobody gets.
+            memo.popitem()
         return value
 
 
 def _rebuild(value: Any, memo: dict[int, Any]) -> Any:
-    """Return an object made of copies of what the object is pickled as; raises if it cannot be
-    pickled.
+    """Return an object made of copies of what the object is pickled as.
+
+    Raises an error of any kind if it cannot be pickled.
     """
     reduce = copyreg.dispatch_table.get(type(value))
     reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
-    if isinstance(reduced, str):  # a name of its module
+    # A name of its module stands for the object itself.
+    if isinstance(reduced, str):
         return value
     function, args, state, items, pairs = (*reduced, None, None, None)[:5]
     items, pairs = list(items or ()), list(pairs or ())
-    # `memo` knows objects by id, so temporary ones have to live on.
+    # `memo` knows objects by id, so temporary objects have to live on.
     memo.setdefault(id(memo), []).append((reduced, items, pairs))
-    made = memo[id(value)] = function(*[_copy(arg, memo) for arg in args])
+    new = memo[id(value)] = function(*[_copy(arg, memo) for arg in args])
     if state is not None:
-        _set_state(made, _copy(state, memo))
+        _set_state(new, _copy(state, memo))
     for item in items:
-        made.append(_copy(item, memo))
+        new.append(_copy(item, memo))
     for key, item in pairs:
-        made[key] = _copy(item, memo)
-    return made
+        new[key] = _copy(item, memo)
+    return new
 
 
-def _set_state(made: Any, state: Any) -> None:
+def _set_state(new: Any, state: Any) -> None:
     """Set the state of an object as pickle does."""
-    if hasattr(made, "__setstate__"):
-        made.__setstate__(state)
+    if hasattr(new, "__setstate__"):
+        new.__setstate__(state)
         return
     attributes, slots = state if isinstance(state, tuple) else (state, None)
     if attributes:
-        vars(made).update(attributes)
+        vars(new).update(attributes)
     for name, item in (slots or {}).items():
-        setattr(made, name, item)
+        setattr(new, name, item)
 
 
 def _is_shared(value: Any) -> bool:
@@ -190,7 +201,6 @@ def _is_shared(value: Any) -> bool:
         return not (value.flags.writeable or value.dtype.hasobject)
     if isinstance(value, (type, Enum, np.number, np.bool_)):
         return True
-    is_resource = any(
-        hasattr(kind, name) for name in ("close", "aclose", "__enter__", "__aenter__")
-    )
+    # A copy of an open file or a client would share its descriptor, and close it.
+    is_resource = any(hasattr(kind, name) for name in _OF_RESOURCES)
     return is_resource or kind.__module__.partition(".")[0] in _WAITING

@@ -14,8 +14,7 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a copy of a CPU tensor on the device, without waiting for the work that a GPU still
-    has.
+    """Return a copy of a CPU tensor on the device, without waiting for a GPU's earlier work.
 
     A copy from pageable memory may wait. PyTorch keeps page-locked memory for the next copy.
     """
@@ -34,6 +33,7 @@ def memory_of(tensor: Tensor, *, dtype: str, num_elements: int | None = None) ->
         num_elements: the tensor's own number when None; larger for a tensor that is not contiguous.
     """
     num_elements = tensor.numel() if num_elements is None else num_elements
+    # An empty tensor has no memory to point to.
     if num_elements == 0:
         return np.empty(0, dtype)
     interface = {

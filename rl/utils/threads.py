@@ -1,13 +1,21 @@
-"""Threads that run blocking code beside the event loop and never delay the exit of the process;
-calls together.
+"""Two kinds of daemon threads, functions in them with a deadline, and coroutines together.
+
+    engine = WorkerThread("training-engine")    # functions, one after another
+    loss = await engine.run(compute_loss, batch)
+
+    environments = LoopThread("environments")   # coroutines, at the same time
+    reply = await environments.start(step(action))
+
+Daemon threads, because `asyncio.to_thread` and `ThreadPoolExecutor` wait for theirs at the end of
+the process: a function that is stuck in a collective or on a disk would delay the exit for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -17,92 +25,63 @@ from rl.utils.errors import RunError
 
 T = TypeVar("T")
 
-CLOSE_S = 30.0
-"""Timeout of a background write that is under way when a run ends with an error."""
 WRITE_S = 600.0
 """Timeout of one background write; a longer one means a file system that hangs."""
-
-logger = logging.getLogger(__name__)
-
-
-def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return a coroutine's result to synchronous code, even while an event loop runs in this
-    thread.
-    """
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
-
-
-async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines together and return their results; the first error cancels the others and is
-    raised.
-    """
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0]  # noqa: B904  (its own cause is what callers look for)
-    return [task.result() for task in tasks]
-
-
-class OverdueError(RunError, TimeoutError):
-    """A function in a thread did not return in time."""
-
-
-async def run_aside(function: Callable[[], T], *, name: str, limit_s: float | None = None) -> T:
-    """Run a function in a daemon thread and return its result; raises OverdueError after `limit_s`.
-
-    `asyncio.to_thread` would wait for the thread when the process ends.
-    """
-    thread = WorkerThread(name)
-    limit = asyncio.timeout(limit_s)
-    try:
-        async with limit:
-            return await thread.run(function)
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise OverdueError(f"{name}: not done after {limit_s:g} s") from error
-    finally:
-        thread.stop(timeout_s=0.0)
 
 
 class WorkerThread:
     """Daemon thread that runs functions one after another, for objects bound to one thread.
 
-    A function stuck in a collective cannot delay the exit of the process.
+    Example:
+        >>> thread = WorkerThread("checksums")
+        >>> await thread.run(sum, [1, 2, 3])
+        6
+        >>> thread.stop(timeout_s=1.0)
+        True
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, max_queued: int | None = None) -> None:
+        """`max_queued` bounds the functions that wait; `submit` raises queue.Full beyond it."""
+        self._max_queued = max_queued
+        # Its `put` is safe in finalizers, which the garbage collector runs at any time.
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_jobs, name=name, daemon=True)
         self._thread.start()
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Return the result of `function(*args)`, or raise what it raised.
+        """Return the result of `function(*args)`, or raise its error.
 
-        Cancelling the call does not interrupt a function that is already running; one that waits is
-        dropped.
+        Cancelling the call does not interrupt a function that is already running; a function that
+        waits is dropped.
         """
         return await asyncio.wrap_future(self.submit(function, *args))
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Queue `function(*args)` and return the future of its result."""
+        if self._max_queued is not None and self._jobs.qsize() >= self._max_queued:
+            raise queue.Full
         future: Future[T] = Future()
         self._jobs.put((future, partial(function, *args)))
         return future
 
     def stop(self, *, timeout_s: float) -> bool:
-        """End the thread after its current job; return True if it ended in time."""
+        """End the thread after the queued functions; return True if it ended in time.
+
+        May be called again, to wait for longer.
+        """
         self._jobs.put(None)
-        self._thread.join(timeout_s)
+        self._thread.join(max(0.0, timeout_s))
         return not self._thread.is_alive()
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def _run_jobs(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
             future, function = job
+            # The caller has been cancelled while the function was waiting.
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -111,66 +90,80 @@ class WorkerThread:
                 future.set_exception(error)
 
 
-class BackgroundWriter:
-    """Runs writes in a thread, one after another; an error surfaces before the next write
-    begins.
+class LoopThread:
+    """Event loop in a daemon thread, for coroutines whose code may block.
+
+    The thread starts with the first coroutine and ends when this object is garbage-collected.
     """
 
-    def __init__(self, name: str, *, close_s: float = CLOSE_S) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._close_s = close_s
-        self._writing: asyncio.Task[None] | None = None
-        self._hangs = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def begin(self, write: Callable[[], None]) -> None:
-        """Start a write as soon as the previous one is done; raise the error of the previous
-        one.
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """Start a coroutine in the thread; return a future of its result for the calling loop.
+
+        Cancelling the future cancels the coroutine.
         """
-        await self.finish()
-        self._writing = asyncio.create_task(run_aside(write, name=self._name, limit_s=WRITE_S))
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+            # Not at exit, when a task may still have to close what its coroutines share.
+            weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
-    async def finish(self) -> None:
-        """Wait for the write that is under way, and raise its error once; OverdueError if the disk
-        hangs.
-        """
-        if (writing := self._writing) is not None:
-            try:
-                await asyncio.shield(writing)
-            except OverdueError:
-                self._hangs = True
-                raise
-            finally:
-                if writing.done():
-                    self._writing = None
 
-    async def last(self, write: Callable[[], None]) -> None:
-        """Write the last part of a run that stops with an error, in the calling thread.
+class OverdueError(RunError, TimeoutError):
+    """A function in a thread did not return in time."""
 
-        Errors are logged, since the run reports its own. If the thread is not done within
-        `close_s`, nothing is written, since two threads would write into one file.
-        """
-        if not await self.close():
-            logger.warning("%s: the last part of the run is not written", self._name)
-            return
-        try:
-            write()
-        except Exception as error:
-            logger.warning("%s: %r", self._name, error, exc_info=error)
 
-    async def close(self) -> bool:
-        """Wait up to `close_s` and log an unseen error; return False if the thread still writes.
-        Idempotent.
-        """
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            await asyncio.wait({writing}, timeout=self._close_s)
-            if not writing.done():
-                logger.warning("%s: not done after %g s", self._name, self._close_s)
-                writing.cancel()
-                self._hangs = True
-            elif not writing.cancelled() and (error := writing.exception()):
-                logger.warning("%s: %r", self._name, error, exc_info=error)
-        return not self._hangs
+async def run_aside(function: Callable[[], T], *, name: str, limit_s: float | None = None) -> T:
+    """Run one function in a thread of its own and return its result.
+
+    Raises OverdueError after `limit_s`; the function then goes on, and its result is dropped.
+    """
+    thread = WorkerThread(name)
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            return await thread.run(function)
+    except TimeoutError as error:
+        # The function may have raised a TimeoutError of its own.
+        if not limit.expired():
+            raise
+        raise OverdueError(f"{name}: not done after {limit_s:g} s") from error
+    finally:
+        # Without a wait: the function may hang, which is why there is a limit.
+        thread.stop(timeout_s=0.0)
+
+
+def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return a coroutine's result to synchronous code, even below a running event loop."""
+    # `asyncio.run` refuses to start in a thread whose loop is running, so it gets another thread.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines together and return their results in order.
+
+    After the first error or a cancellation, the other coroutines are cancelled and waited for, and
+    the error is raised as it is, not in an ExceptionGroup.
+
+    Example:
+        >>> await all_or_cancel([asyncio.sleep(0, "a"), asyncio.sleep(0, "b")])
+        ['a', 'b']
+    """
+    # Not a TaskGroup: on Python 3.11 an error in it leaves a cancellation of the caller behind, and
+    # an `asyncio.timeout` around the caller then ends with CancelledError.
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 async def until_event(

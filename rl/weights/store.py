@@ -44,7 +44,7 @@ from torchstore.transport.pipe import Pipe
 
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
-from rl.observability.run_files import WEIGHTS, remove_versions
+from rl.observability.run_folder import WEIGHTS, remove_versions
 from rl.observability.spans import span
 from rl.types import BoxSum
 from rl.utils.errors import RunError

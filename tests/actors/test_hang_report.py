@@ -6,15 +6,10 @@ from pathlib import Path
 import pytest
 
 from actors.calls import ActorLostError, ActorTimeoutError, is_caused_by_timeout, may_hang
-from actors.hang_report import (
-    ProcessReport,
-    add_hang_report,
-    format_reports,
-    report_run,
-    write_reports,
-)
+from actors.hang_report import add_hang_report, report_run
 from actors.members import RoleProcesses
 from rl.distributed.process_group import CollectiveTimeoutError
+from rl.observability.stacks import ProcessReport, format_excerpts, write_reports
 from rl.utils.errors import RunError, causes
 from rl.weights.types import WeightTimeoutError
 from tests.support.watched_child import watched_child
@@ -40,7 +35,9 @@ def test_report_is_short_in_the_message_and_complete_in_the_file(tmp_path):
         "trainer.optim_step gave no answer\n\n==== trainer[0]: optim_step for 9.0 "
         f"s\n{stacks.rstrip()}\n"
     )
-    lines = format_reports([report_of(0, stacks), *map(report_of, range(1, 20))], file).splitlines()
+    lines = format_excerpts(
+        [report_of(0, stacks), *map(report_of, range(1, 20))], file
+    ).splitlines()
     assert lines[:2] == [
         "  trainer[0]: optim_step for 9.0 s",
         "    thread at /home/me/step.py:3 step",
@@ -48,7 +45,7 @@ def test_report_is_short_in_the_message_and_complete_in_the_file(tmp_path):
     assert lines[-2:] == ["  and 12 more processes", f"  all stacks: {file}"]
     assert len([line for line in lines if "trainer[" in line]) == 8
     full_disk = write_reports([report_of(0)], tmp_path / "gone", title="x")
-    assert format_reports([report_of(0)], full_disk) == "  trainer[0]: optim_step for 9.0 s"
+    assert format_excerpts([report_of(0)], full_disk) == "  trainer[0]: optim_step for 9.0 s"
 
 
 def test_report_has_the_roles_of_the_run_and_other_live_processes(tmp_path):

@@ -15,7 +15,7 @@ from actors.config import RecoveryConfig, Timeouts
 from actors.hang_report import add_hang_report
 from rl.distributed.process_group import CollectiveTimeoutError, CommConfig
 from rl.rollouts.samples import demonstration_sample
-from rl.utils.processes import kernel_state
+from rl.utils.processes import read_kernel_state
 from tests.support.clusters import CONFIG, PROMPTS, RunningCluster
 from tests.support.monarch_meshes import monarch_meshes
 
@@ -46,7 +46,7 @@ def stopped(group, rank):
     """Stop a process with SIGSTOP for the block; yield its pid."""
     process = group.processes[rank]
     os.kill(process.pid, signal.SIGSTOP)
-    while kernel_state(process) != "stopped":
+    while read_kernel_state(process) != "stopped":
         os.sched_yield()
     try:
         yield process.pid

@@ -52,7 +52,8 @@ class Slow:
         raise TimeoutError
 
 def end_slowly(host_timeout):
-    end(host_timeout=host_timeout).get(timeout=20)  # else Monarch's threads may set the status of the process
+    # Else Monarch's threads may set the status of the process.
+    end(host_timeout=host_timeout).get(timeout=20)
     return answers.pop()
 
 with quiet_client_start():

@@ -1,6 +1,6 @@
 """A simulated host killed with all its processes: its role continues on another host.
 
-`tests/runs/test_chaos.py` kills the host of a generator.
+`tests/runs/test_synchronous.py` kills the host of a generator.
 """
 
 from dataclasses import replace

@@ -108,7 +108,7 @@ def test_edited_fields_are_validated_again(again, path, value, says):
         again(config)
 
 
-def test_message_that_names_its_own_node_gets_the_rest_of_the_path_and_one_without_a_field_the_whole():
+def test_message_that_names_its_node_gets_the_rest_of_the_path_else_the_whole():
     with pytest.raises(ConfigError, match=r"^trainer\.optimizer\.max_norm=-2\.0 is below 0$"):
         rebuild(example_configs.tiny(), {"trainer.optimizer.max_norm": -2.0})
     with pytest.raises(ConfigError, match=r"^trainer\.optimizer: weights would grow$"):

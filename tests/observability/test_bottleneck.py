@@ -8,8 +8,8 @@ import pytest
 
 from configs.sum_digits import tiny
 from rl.config.json import to_dict
-from rl.observability import bottleneck as bottleneck_module
-from rl.observability.bottleneck import Bottleneck, bottleneck, typical
+from rl.observability import machine as machine_module
+from rl.observability.machine import Bottleneck, bottleneck, typical
 
 
 def step(**parts):
@@ -67,7 +67,7 @@ def test_largest_part_is_named_with_its_share_of_the_limit():
 
 
 def test_every_setting_of_the_advice_exists():
-    named = re.findall(r'"(?:--)?([a-z_]+(?:\.[a-z_]+)+)', inspect.getsource(bottleneck_module))
+    named = re.findall(r'"(?:--)?([a-z_]+(?:\.[a-z_]+)+)', inspect.getsource(machine_module))
     assert {"loop.max_off_policy_steps", "loop.groups_per_batch", "weights.num_threads"} <= set(
         named
     )
@@ -110,7 +110,6 @@ MANY = {"packing/num_micro_batches": 8.0}
         (step(train=9.0), TRAINER, "--trainer.compile.enable True"),
         (step(train=9.0), {}, "--loop.groups_per_batch"),
         (step(publish=9.0), {"weights": {"num_threads": 2}}, "--weights.num_threads 4"),
-        (step(publish=9.0), {"loop": {}}, OVERLAP),
         (step(score=9.0), {"reward": {"num_procs": 2}}, "--reward.num_procs 4"),
     ],
 )

@@ -41,13 +41,14 @@ import asyncio, json, logging, sys
 from pathlib import Path
 from rl.utils.compat import exit_process
 from rl.observability.metrics import MetricsWriter
-from rl.observability.run_files import METRICS
+from rl.observability.run_folder import METRICS
 from rl.observability.console import ConsoleConfig
 from rl.observability.loggers import WandbConfig
 from rl.observability.sinks import SinksConfig, check_sinks, open_sinks
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
-folder, mode, records, close_s = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), float(sys.argv[4])
+folder, mode = Path(sys.argv[1]), sys.argv[2]
+records, close_s = json.loads(sys.argv[3]), float(sys.argv[4])
 wandb = WandbConfig(enable=True, mode=mode)
 config = SinksConfig(console=ConsoleConfig(style="off"), wandb=wandb, close_s=close_s)
 
@@ -232,7 +233,8 @@ import json, sys
 from rl.observability.loggers import TrackioConfig, TrackioLogger
 
 run_id, records = sys.argv[1], json.loads(sys.argv[2])
-made = TrackioLogger(TrackioConfig(enable=True), title="try-1", run_id=run_id, settings={"loop": {"num_steps": 3}})
+settings = {"loop": {"num_steps": 3}}
+made = TrackioLogger(TrackioConfig(enable=True), title="try-1", run_id=run_id, settings=settings)
 made.open(None)
 for step, values in records:
     made.write(step, values, row=2 * step + ("eval/correct" in values))

@@ -13,7 +13,7 @@ from rl.observability.console import (
     ConsoleConfig,
     LineConsole,
     LiveConsole,
-    fitting_columns,
+    fit_columns,
     make_console,
     print_line,
     progress,
@@ -87,7 +87,7 @@ def shown(stream, folder, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", stream)
     console = make_console(ConsoleConfig(num_rows=4), num_steps=20, logs=folder, title="try-1")
-    with console.shown([{"step": step, "reward/mean": 0.5} for step in range(1, 4)]):
+    with console.show([{"step": step, "reward/mean": 0.5} for step in range(1, 4)]):
         for step in range(4, 11):
             console.write({**STEP, "step": step})
         console.write({"step": 10, "eval/correct": 0.5, "eval/num_problems": 64})
@@ -132,7 +132,7 @@ def test_output_to_a_file_has_plain_lines(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("width", "num"), [(90, 9), (89, 8), (60, 6), (10, 1)])
 def test_narrow_terminal_shows_the_first_columns(width, num):
-    assert fitting_columns(width) == list(COLUMNS[:num])
+    assert fit_columns(width) == list(COLUMNS[:num])
 
 
 def as_lines(view, *, width, height):
@@ -154,7 +154,7 @@ def test_live_table_shows_the_newest_steps_and_everything_below_them(tmp_path, h
     )
     steps = [{"step": step, "reward/mean": 0.5} for step in range(40)]
     evaluation = {"step": 40, "eval/correct": 0.5, "eval/num_problems": 64}
-    with live.shown(steps), live.watch("evaluation at step 40"):
+    with live.show(steps), live.watch("evaluation at step 40"):
         live.write({"step": 40, "reward/mean": 0.5})
         live.write(evaluation)
         title, header, *shown = as_lines(

@@ -20,10 +20,9 @@ from actors.members import record_process
 from actors.run import checked_run
 from rl.config.registry import resolve
 from rl.observability.logs import setup_logging
-from rl.observability.metrics import MetricsWriter, read_metrics
+from rl.observability.metrics import MetricsWriter, cut_back, read_metrics
 from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
-from rl.observability.run_files import read_status
-from rl.observability.run_folder import RunFolder, cut_back
+from rl.observability.run_folder import RunFolder, read_status
 from rl.types import LoopPosition
 from rl.utils.errors import RunError
 from tests.support.fakes import FakePolicy

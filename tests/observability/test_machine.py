@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from rl.models.model_cost import ModelWork
+from rl.observability.events import describe_environment, write_environment
 from rl.observability.machine import (
     MATRICES,
     LimitSink,
     MachineLimits,
     RunLimits,
-    describe_environment,
     machine_limits,
-    write_environment,
 )
 from rl.observability.metrics import Max, Mean
 from rl.reporting.data import read_optional

@@ -10,7 +10,7 @@ from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch
 from rl.tasks.data import read_pass_rates
 from rl.types import EndReason, Message, Observation, Problem, Prompt, Rollout, Score, Turn
-from rl.utils.files import previous_file
+from rl.utils.files import get_previous_file
 from tests.support.fakes import completion_of
 
 
@@ -223,7 +223,7 @@ def write_steps(made, steps):
 def test_full_file_keeps_the_newest_rollouts(tmp_path):
     made = recorder(tmp_path, max_megabytes=0.004)
     write_steps(made, range(100))
-    files = [previous_file(made.path), made.path]
+    files = [get_previous_file(made.path), made.path]
     assert [f.name for f in files] == ["rollouts.1.jsonl", "rollouts.jsonl"]
     assert sum(f.stat().st_size for f in files) <= 4000
     steps = [line["step"] for line in read_rollouts(made.path)]

@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import pytest
 
-from rl.observability.run_files import SINK_FOLDERS, read_status
-from rl.observability.run_folder import RunFolder, cut_back
+from rl.observability.metrics import cut_back
+from rl.observability.run_folder import SINK_FOLDERS, RunFolder, read_status
 from rl.types import LoopPosition
 
 

@@ -16,7 +16,7 @@ from rl.config.tree import rebuild
 from rl.observability.loggers import MetricsLogger
 from rl.observability.metrics import Mean
 from rl.observability.recorder import RecorderConfig
-from rl.observability.sinks import LoggerThread, SinksConfig, open_sinks
+from rl.observability.sinks import QueuedLogger, SinksConfig, open_sinks
 from rl.observability.spans import TimelineConfig
 
 # Config
@@ -103,7 +103,7 @@ class FakeLogger(MetricsLogger):
 
 
 def run_thread(fake, records, *, failed=False):
-    thread = LoggerThread(fake)
+    thread = QueuedLogger(fake)
     thread.begin(None)
     for record in records:
         thread.write(record)
@@ -139,7 +139,7 @@ def test_failed_logger_is_reopened_after_its_last_record(caplog):
 
 def test_hanging_logger_blocks_nothing_and_is_a_warning(caplog):
     release = threading.Event()
-    thread = LoggerThread(FakeLogger(blocks=release), max_queued=3)
+    thread = QueuedLogger(FakeLogger(blocks=release), max_queued=3)
     thread.begin(None)
     for step in range(8):
         thread.write({"step": step})
@@ -165,7 +165,7 @@ def test_logger_that_hangs_at_every_record_delays_no_step(tmp_path):
         opened = open_sinks(
             config, folder=tmp_path, title="try-1", num_steps=9, stream=io.StringIO()
         )
-        opened.threads = [LoggerThread(FakeLogger(blocks=release))]
+        opened.loggers = [QueuedLogger(FakeLogger(blocks=release))]
         async with opened as sinks:
             with sinks.attempt():
                 started_s = time.monotonic()

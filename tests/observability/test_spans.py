@@ -112,7 +112,7 @@ def test_change_of_the_wall_clock_changes_no_duration(tmp_path):
     file = recorder.start(tmp_path, role="trainer", rank=0, timeline=TimelineConfig())
     number = recorder.begin("push", 1)
     state = read_state(file)
-    assert 0.0 <= state.age_s(state.open[0].since_s) < 60.0
+    assert 0.0 <= state.get_age_s(state.open[0].since_s) < 60.0
     recorder.end("push", number)
     (ended,) = read_spans(tmp_path)
     assert 0.0 <= ended.duration_s < 60.0

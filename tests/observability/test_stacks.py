@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import replace
 
 from rl.observability.spans import read_state
-from rl.observability.stacks import excerpt, request_stacks
+from rl.observability.stacks import extract_busy_lines, request_stacks
 from rl.utils.processes import identify
 from tests.support.watched_child import watched_child
 
@@ -30,7 +30,7 @@ def test_stacks_show_threads_and_tasks(tmp_path):
     assert again.count("most recent call") == text.count(
         "most recent call"
     )  # each request starts a new file
-    (calls,) = (line for line in excerpt(text) if "wait_for_an_answer" in line)
+    (calls,) = (line for line in extract_busy_lines(text) if "wait_for_an_answer" in line)
     assert re.fullmatch(
         r"task at tests/support/watched_child\.py:\d+ wait_for_an_answer < .* endpoint", calls
     )
@@ -60,7 +60,7 @@ def test_stopped_dead_or_deaf_process_is_not_asked(tmp_path):
         assert asked(tmp_path) == "no stacks: the process is dead"
 
 
-def test_stacks_without_our_code_are_left_out_of_an_excerpt():
+def test_stacks_without_our_code_are_left_out_of_an_extract_busy_lines():
     frames = [
         ("/lib/python3.11/threading.py", "wait"),
         ("/x/site-packages/tqdm/_monitor.py", "run"),
@@ -68,7 +68,7 @@ def test_stacks_without_our_code_are_left_out_of_an_excerpt():
     text = "Thread 0x1 (most recent call first):\n" + "".join(
         f'  File "{file}", line 60 in {function}\n' for file, function in frames
     )
-    assert excerpt(text) == ["no thread is busy"]
-    assert excerpt(f'{text}  File "/home/me/trainer.py", line 6 in step\n') == [
+    assert extract_busy_lines(text) == ["no thread is busy"]
+    assert extract_busy_lines(f'{text}  File "/home/me/trainer.py", line 6 in step\n') == [
         "thread at /home/me/trainer.py:6 step"
     ]

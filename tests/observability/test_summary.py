@@ -6,8 +6,9 @@ import math
 import matplotlib.image
 import numpy as np
 
+from rl.observability.console import summary
+from rl.observability.metrics import CORRECT, EVALUATION, REWARD, draw_learning_curve
 from rl.observability.run_folder import RunFolder
-from rl.observability.summary import CORRECT, EVALUATION, REWARD, draw_learning_curve, summary
 
 STEPS = [{"step": step, "reward/mean": 0.5} for step in (1, 2, 3)]
 

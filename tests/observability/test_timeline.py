@@ -6,8 +6,7 @@ import pytest
 
 from rl import timeline as entry
 from rl.observability.events import Events
-from rl.observability.run_files import TIMELINE
-from rl.observability.run_folder import RunFolder
+from rl.observability.run_folder import TIMELINE, RunFolder
 from rl.observability.spans import SPANS_FOLDER, SpanRecorder
 from rl.observability.timeline import write_timeline
 

@@ -108,7 +108,8 @@ host = torch.arange(12, dtype=torch.uint8).reshape(3, 4).pin_memory()
 device = torch.zeros(3, 2, dtype=torch.uint8, device="cuda")
 back = torch.zeros(3, 2, dtype=torch.uint8)
 copy = ctypes.CDLL(os.environ["NULL_GPU_LIBRARY"]).cudaMemcpy2DAsync
-sizes = [ctypes.c_void_p, ctypes.c_size_t] * 2 + [ctypes.c_size_t] * 2 + [ctypes.c_int, ctypes.c_void_p]
+sizes = [ctypes.c_void_p, ctypes.c_size_t] * 2 + [ctypes.c_size_t] * 2
+sizes += [ctypes.c_int, ctypes.c_void_p]
 copy.argtypes = sizes
 errors = [
     copy(device.data_ptr(), 2, host.data_ptr() + 1, 4, 2, 3, 1, None),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl.models.hf import HFFolder
-from rl.observability.run_files import read_status
+from rl.observability.run_folder import read_status
 from rl.training.checkpoint_files import check_files, saved_steps
 from rl.training.failures import read_batch
 from tests.support.leaks import Watch, drop_files_of_others, list_shared_memory

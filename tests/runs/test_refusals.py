@@ -14,8 +14,7 @@ from rl.config.registry import resolve
 from rl.distributed.process_group import World
 from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
-from rl.observability.run_files import read_status
-from rl.observability.run_folder import RunFolder
+from rl.observability.run_folder import RunFolder, read_status
 from rl.training.engine import TrainingEngine
 from rl.types import LoopPosition
 from rl.utils.files import locked_folder

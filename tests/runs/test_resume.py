@@ -1,4 +1,4 @@
-"""A stopped run that continues with --resume; tests/runs/test_chaos.py has a killed one."""
+"""A stopped run that continues with --resume; tests/runs/test_synchronous.py has a killed one."""
 
 import re
 import signal
@@ -14,9 +14,7 @@ LIMIT_S = 240
 
 
 @pytest.mark.timeout(3 * LIMIT_S + 60)
-def test_resumed_off_policy_run_goes_on_from_an_undamaged_checkpoint_and_trains_on_each_problem_once(
-    tmp_path,
-):
+def test_resumed_off_policy_run_goes_on_undamaged_and_trains_on_each_problem_once(tmp_path):
     stopped = run_to_the_end(
         tmp_path, "run", *SHORT, "--loop.num_steps", "500", "--loop.max_off_policy_steps", "3",
         "--recorder.num_groups", "8", "--trainer.checkpoint.interval", "2",

@@ -37,7 +37,8 @@ reading, writing = os.pipe()
 found = []
 libc.sbrk.restype = ctypes.c_void_p
 here, heap = id(found) & ~4095, libc.sbrk(0) & ~4095
-for page in (*range(heap - (8 << 20), heap, 4096), *range(here - (16 << 20), here + (16 << 20), 4096)):
+pages = [*range(heap - (8 << 20), heap, 4096), *range(here - (16 << 20), here + (16 << 20), 4096)]
+for page in pages:
     # The kernel refuses to copy from a page that is not there.
     if libc.write(writing, ctypes.c_void_p(page), 4096) == 4096:
         found += re.findall(rb"[0-9a-f]{64}", os.read(reading, 4096))

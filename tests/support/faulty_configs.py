@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.controller import Controller
-from configs.sum_digits import tiny
+from configs.sum_digits import tiny, tiny_moe
 from losses.policy import GRPOLoss
 from losses.types import LossInputs, LossOutput
 from rl.tasks.sum_digits import SumDigits
@@ -17,7 +17,18 @@ from rl.training.checkpoint import Checkpointer
 
 def short() -> Controller.Config:
     """Train a random model for three steps without a warm-up."""
-    config = tiny()
+    return _shorten(tiny())
+
+
+def mixture() -> Controller.Config:
+    """Train a random mixture of experts on random rewards, with a bias that balances its load."""
+    config = _shorten(tiny_moe())
+    config.task = SumDigits.Config(num_integers=2, num_eval=8, reward="noise")
+    config.trainer.experts.load_balance_rate = 0.001
+    return config
+
+
+def _shorten(config: Controller.Config) -> Controller.Config:
     config.warmup = None
     config.task = SumDigits.Config(num_integers=2, num_eval=8)
     config.loop.num_steps = 3
@@ -35,6 +46,9 @@ def chaos() -> Controller.Config:
     config.task = SumDigits.Config(num_integers=2, num_eval=8, reward="noise")
     config.loop.num_steps, config.loop.eval_every = 4, 2
     config.loop.max_logprob_diff = 0.0
+    # A script takes problems in order, also those whose rewards are equal.
+    config.loop.drop_zero_advantage_groups = False
+    config.limits.enable = False
     config.trainer.optimizer.lr = 1e-3
     config.trainer.lr_scheduler.warmup_steps = 0
     config.trainer.checkpoint.interval = 1

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from rl.rollouts.environment import EnvironmentThread
 from rl.rollouts.rubric import UnparsedAnswer
 from rl.tasks.verifiers_task import VerifiersTask, get_episode_reward
 from rl.tools.tool import ToolCall, render_call
 from rl.types import Problem, Reply
+from rl.utils.threads import LoopThread
 from tests.support.chat_server import ChatServer
 from tests.support.fakes import completion
 from tests.support.scored import reply
 
-THREAD = EnvironmentThread()
+THREAD = LoopThread("environments")
 ENVS = Path(__file__).parent / "verifiers_envs"
 
 pytestmark = pytest.mark.medium
@@ -71,11 +71,11 @@ async def play(task, problem, *texts):
     try:
         return [await stepped(environment, text) for text in texts]
     finally:
-        await THREAD.start(environment.close)
+        await THREAD.start(environment.close())
 
 
 def stepped(environment, text):
-    return THREAD.start(lambda: environment.step(Reply(text=text, completion=completion(text))))
+    return THREAD.start(environment.step(Reply(text=text, completion=completion(text))))
 
 
 def played(task, problem, *texts):
@@ -337,12 +337,12 @@ def test_episode_that_relay_cannot_train_on_fails(names, options, texts, message
 def test_endless_episode_ends_when_it_is_closed():
     async def scenario(task):
         environment = task.environment(first(task))
-        await THREAD.start(task._host.start)
+        await THREAD.start(task._host.start())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(stepped(environment, "a"), timeout=0.5)
         run = environment._run
         assert not run.done()
-        await THREAD.start(environment.close)
+        await THREAD.start(environment.close())
         assert run.done()
 
     with closing(odd("Stuck")) as task:

@@ -146,7 +146,10 @@ TARGETS = np.array([4, 5])
         ([datum([])], "data[0].model_input: has 0 tokens: must be 1 to 8"),
         ([datum(list(range(9)))], "data[0].model_input: has 9 tokens: must be 1 to 8"),
         ([datum([1]), datum([1, 100])], "data[1].model_input: has token id 100: must be 0 to 99"),
-        (with_inputs(), "data[1].loss_fn_inputs: has no 'target_tokens', which cross_entropy needs"),
+        (
+            with_inputs(),
+            "data[1].loss_fn_inputs: has no 'target_tokens', which cross_entropy needs",
+        ),
         (
             with_inputs(target_tokens=TARGETS, logprobs=np.zeros(2)),
             "data[1].loss_fn_inputs: has 'logprobs', which cross_entropy does not read: it reads "

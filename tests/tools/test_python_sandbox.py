@@ -130,7 +130,8 @@ def is_open(n):
     except OSError:
         return False
     return True
-print(set(os.environ) - {"LC_CTYPE"}, os.listdir(), os.getsid(0) == os.getpid())  # Python sets that one
+# Python itself sets LC_CTYPE.
+print(set(os.environ) - {"LC_CTYPE"}, os.listdir(), os.getsid(0) == os.getpid())
 print([n for n in range(64) if is_open(n)])
 """
     with open(__file__) as ours:

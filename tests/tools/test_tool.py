@@ -13,9 +13,9 @@ from rl.tools.tool import (
     ToolError,
     ToolTimeoutError,
     announce,
-    find_tool,
     check_tools,
     describe,
+    find_tool,
     parse_calls,
     render_call,
 )

@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 from pathlib import Path
-from rl.utils.malloc import give_back_freed_memory, keep_freed_memory
+from rl.utils.processes import give_back_freed_memory, keep_freed_memory
 def resident_mb():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 keep_freed_memory()

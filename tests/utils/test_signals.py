@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rl.utils.signals import REPEAT_S, handling_end_signals
+from rl.utils.processes import REPEAT_S, handling_end_signals
 
 
 @pytest.fixture

@@ -1,12 +1,18 @@
 import asyncio
+import queue
 import threading
 
 import pytest
 
-from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
+from rl.observability.recorder import (
+    BackgroundWriter,
+    Recorder,
+    RecorderConfig,
+    read_rollouts,
+)
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.utils.errors import RunError
-from rl.utils.threads import BackgroundWriter, run_aside
+from rl.utils.threads import LoopThread, WorkerThread, all_or_cancel, run_aside
 from tests.support.fakes import FakePolicy
 from tests.support.loops import half_right, make_loop
 
@@ -27,6 +33,81 @@ def test_run_aside_stops_waiting_at_its_limit():
     with pytest.raises(TimeoutError, match=r"^removal: not done after 0\.05 s$"):
         asyncio.run(run_aside(gate.wait, name="removal", limit_s=0.05))
     gate.set()
+
+
+def test_full_queue_refuses_and_stop_ends_the_thread_after_what_is_queued():
+    gate = threading.Event()
+    thread = WorkerThread("test", max_queued=1)
+    first = thread.submit(gate.wait, WAIT_S)
+    while not first.running():
+        pass
+    second = thread.submit(threading.get_ident)
+    with pytest.raises(queue.Full):
+        thread.submit(threading.get_ident)
+    assert not thread.stop(timeout_s=0.0)
+    gate.set()
+    assert thread.stop(timeout_s=WAIT_S)
+    assert second.result() != threading.get_ident()
+
+
+def test_loop_thread_runs_coroutines_together_and_cancels_them():
+    async def scenario():
+        thread = LoopThread("test")
+        ended: list[str] = []
+        gate = asyncio.Event()
+
+        async def wait():
+            try:
+                await gate.wait()
+            finally:
+                ended.append(threading.current_thread().name)
+
+        async def open_gate():
+            gate.set()
+
+        first, second = thread.start(wait()), thread.start(wait())
+        first.cancel()
+        await asyncio.wait({first})
+        await thread.start(open_gate())
+        await second
+        assert ended == ["test", "test"]
+
+    asyncio.run(scenario())
+
+
+def test_first_error_cancels_the_others_and_is_raised_as_it_is():
+    ended: list[str] = []
+
+    async def fail():
+        await asyncio.sleep(0)
+        raise KeyError("x") from ValueError("cause")
+
+    async def wait():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("waited for")
+
+    with pytest.raises(KeyError) as caught:
+        asyncio.run(all_or_cancel([wait(), fail()]))
+    assert ended == ["waited for"]
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_timeout_around_calls_that_failed_before_is_still_a_timeout():
+    async def fail():
+        await asyncio.sleep(0)
+        raise KeyError("x")
+
+    async def scenario():
+        async with asyncio.timeout(0.01):
+            with pytest.raises(KeyError):
+                await all_or_cancel([fail()])
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(scenario())
 
 
 # Background writes

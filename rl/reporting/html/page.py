@@ -14,25 +14,26 @@ import base64
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rl.observability.bottleneck import bottleneck, typical
+from rl.observability.machine import bottleneck, typical
 from rl.observability.spans import read_states
-from rl.reporting.data import read_run
+from rl.reporting.data import RunData, read_run
 from rl.reporting.findings import KINDS, find
 from rl.reporting.html.overview import (
-    breakdown,
-    config_differences,
-    config_rows,
-    curves,
-    facts,
-    referenced_lines,
+    break_down,
+    collect_facts,
+    compare_configs,
+    find_evidence_lines,
+    list_config,
+    pack_curves,
 )
-from rl.reporting.html.rollouts import json_text, open_token_texts, pack, pack_rollouts
+from rl.reporting.html.rollouts import format_json, open_token_texts, pack, pack_rollouts
 from rl.reporting.html.timeline import MAX_BLOCKS, pack_timeline
 from rl.utils.files import atomic_write
 from rl.utils.processes import is_alive
@@ -78,15 +79,14 @@ def write_report(
         OSError: the file cannot be written.
     """
     blocks: list[tuple[str, str]] = []
-    shown = [
-        _run_json(name, folder, number, blocks, share=1 / len(folders))
-        for number, (name, folder) in enumerate(folders.items())
-    ]
+    shown = []
+    for number, (name, folder) in enumerate(folders.items()):
+        shown.append(_collect_run(name, folder, number, blocks, share=1 / len(folders)))
     report = {
         "written": written_s,
         "looked_for": [kind.replace("_", " ") for kind in KINDS],
         "runs": shown,
-        "differences": config_differences([run["config"] for run in shown]),
+        "differences": compare_configs([run["config"] for run in shown]),
     }
     page = render(title=" and ".join(folders), report=report, blocks=blocks)
     with atomic_write(file) as temporary:
@@ -94,46 +94,48 @@ def write_report(
     return shown
 
 
-def _run_json(
+def _collect_run(
     name: str, folder: Path, number: int, blocks: list[tuple[str, str]], *, share: float
 ) -> dict[str, Any]:
-    """Return what is shown at once, and append the rest to the blocks, within a share of the page's
-    size.
-    """
+    """Return what is shown at once; append the rest to the blocks, within a share of the page."""
     data = read_run(folder)
     values = data.config.get("values") or {}
     findings = find(data)
     found = bottleneck(typical(data.steps), values)
     states = list(read_states(folder / "logs"))
+    # Without its process a controller that was killed would look like a running one.
     controller = next((s for s in states if s.role == "controller" and s.is_here), None)
     texts, no_texts = open_token_texts(folder, values)
-    options, config_note = config_rows(data.config, defaults=data.defaults)
+    options, config_note = list_config(data.config, defaults=data.defaults)
     rollouts = pack_rollouts(
         data.rollouts,
         texts,
         max_bytes=int(share * ROLLOUT_BYTES),
-        keep=referenced_lines(findings, data.rollouts),
+        keep=find_evidence_lines(findings, data.rollouts),
     )
     timeline = pack_timeline(
         data.spans, data.events[-MAX_EVENTS:], max_blocks=int(share * MAX_BLOCKS)
     )
     names = {part: f"{part}-{number}" for part in ("curves", "timeline", "rollouts")}
     chunk = f"chunk-{number}-"
-    blocks += [
-        (names["curves"], pack(curves(data.steps, data.evaluations))),
-        (names["timeline"], pack(timeline)),
-        (names["rollouts"], pack(rollouts.index)),
-        *((f"{chunk}{i}", block) for i, block in enumerate(rollouts.chunks)),
-    ]
-    has_tokens = any("token_ids" in turn for rollout in data.rollouts for turn in rollout["turns"])
+    blocks.append((names["curves"], pack(pack_curves(data.steps, data.evaluations))))
+    blocks.append((names["timeline"], pack(timeline)))
+    blocks.append((names["rollouts"], pack(rollouts.index)))
+    for i, block in enumerate(rollouts.chunks):
+        blocks.append((f"{chunk}{i}", block))
+    problems = [*data.problems]
+    if no_texts and _has_tokens(data):
+        problems.append(no_texts)
     return {
         "name": name,
         "folder": str(folder),
-        "facts": facts(data, is_alive=None if controller is None else is_alive(controller.process)),
-        "breakdown": breakdown(data),
+        "facts": collect_facts(
+            data, is_alive=None if controller is None else is_alive(controller.process)
+        ),
+        "breakdown": break_down(data),
         "bottleneck": found and asdict(found),
         "findings": [asdict(finding) for finding in findings],
-        "problems": [*data.problems, *([no_texts] if no_texts and has_tokens else [])],
+        "problems": problems,
         "events": data.events[-MAX_EVENTS:],
         "num_events": len(data.events),
         "config": options,
@@ -144,6 +146,11 @@ def _run_json(
         ],
         "blocks": names | {"chunk": chunk, "chunks": len(rollouts.chunks)},
     }
+
+
+def _has_tokens(data: RunData) -> bool:
+    turns = chain.from_iterable(rollout["turns"] for rollout in data.rollouts)
+    return any("token_ids" in turn for turn in turns)
 
 
 def render(*, title: str, report: Mapping[str, Any], blocks: Iterable[tuple[str, str]]) -> str:
@@ -164,16 +171,14 @@ def render(*, title: str, report: Mapping[str, Any], blocks: Iterable[tuple[str,
         scripts=[Markup(script) for script in scripts],
         # Only these scripts run, so data of a run cannot pass for one.
         script_hashes=Markup(" ".join(_hash(script) for script in scripts)),
-        report=Markup(inline_json(report)),
+        report=Markup(embed_json(report)),
         blocks=[(id_, Markup(block)) for id_, block in blocks],
     )
 
 
-def inline_json(value: Any) -> str:
-    """Return JSON that may stand in a `<script>` element; numbers that are not finite become
-    strings.
-    """
-    text = json_text(value)
+def embed_json(value: Any) -> str:
+    """Return JSON for a `<script>` element; numbers that are not finite become strings."""
+    text = format_json(value)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

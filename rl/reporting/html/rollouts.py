@@ -1,5 +1,4 @@
-"""Rollouts of a report: an index, chunks that the browser unpacks on demand, and the texts of
-tokens.
+"""Rollouts of a report: an index, chunks that the browser unpacks on demand, texts of tokens.
 
 The index has one column for each property, so that a page lists and filters a hundred thousand
 rollouts without their tokens. A chunk has the turns of some rollouts, and stores texts that they
@@ -16,7 +15,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from tokenizers.decoders import DecodeStream
 
 from rl.models.tokenizer import build_byte_tokenizer, read_tokenizer_json
 from rl.observability.metrics import parse_number, to_json
-from rl.observability.run_files import STARTING_POINTS
+from rl.observability.run_folder import STARTING_POINTS
 
 CHUNK_TOKENS = 60_000
 """Approximate tokens of a chunk, which is unpacked to show one rollout."""
@@ -49,10 +47,10 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedRollouts:
+    """Rollouts as a page holds them."""
+
     index: dict[str, Any]
-    """`columns` by name, `first_of_chunk`, `num_recorded`, and whether the texts of tokens are
-    known.
-    """
+    """`columns` by name, `first_of_chunk`, `num_recorded`, and `texts_known`: of the tokens."""
     chunks: list[str]
     """Blocks with `rollouts`, and the `texts` and `pieces` that these index."""
 
@@ -71,31 +69,44 @@ def pack_rollouts(
         keep: numbers of lines whose groups are always packed.
     """
 
-    def prompt_of(n: int) -> tuple[Any, ...]:
-        return tuple(lines[n].get(name) for name in ("step", "kind", "set", "problem"))
-
-    groups = [list(group) for _, group in groupby(range(len(lines)), key=prompt_of)]
+    groups = _split_groups(lines)
     every = 1
     while True:
-        chosen = [
-            n
-            for i, group in enumerate(groups)
-            if i % every == 0 or not keep.isdisjoint(group)
-            for n in group
-        ]
+        chosen = []
+        for i, group in enumerate(groups):
+            if i % every == 0 or not keep.isdisjoint(group):
+                chosen += group
         result = _pack([lines[n] for n in chosen], chosen, texts, num_recorded=len(lines))
         if result.num_bytes <= max_bytes or every >= len(groups):
             return result
+        # The size hardly says how well the rest compresses, so it is tried.
         every = max(every + 1, math.ceil(every * result.num_bytes / max_bytes))
 
 
-def _cost(line: Line) -> int:
+def _split_groups(lines: Sequence[Line]) -> list[list[int]]:
+    """Return the numbers of lines that follow each other and have one prompt."""
+    groups: list[list[int]] = []
+    last = None
+    for number, line in enumerate(lines):
+        prompt = [line.get(name) for name in ("step", "kind", "set", "problem")]
+        if not groups or prompt != last:
+            groups.append([])
+        groups[-1].append(number)
+        last = prompt
+    return groups
+
+
+def _estimate_tokens(line: Line) -> int:
     """Return the approximate size of a rollout in tokens."""
     cost = _COST_OF_A_ROLLOUT
     for turn in line.get("turns", ()):
-        texts = [str(m.get("content") or "") for m in turn.get("messages", ())]
-        texts += [] if "token_ids" in turn else [turn.get("reply") or ""]
-        cost += len(turn.get("token_ids") or ()) + sum(map(len, texts)) // _CHARACTERS_A_TOKEN
+        cost += len(turn.get("token_ids") or ())
+        num_characters = 0
+        for message in turn.get("messages", ()):
+            num_characters += len(str(message.get("content") or ""))
+        if "token_ids" not in turn:
+            num_characters += len(turn.get("reply") or "")
+        cost += num_characters // _CHARACTERS_A_TOKEN
     return cost
 
 
@@ -108,13 +119,15 @@ def _pack(
         if not chunk.rollouts:
             first_of_chunk.append(row)
         chunk.add(line)
-        rows.append(_row(line))
+        rows.append(_describe(line))
+        # A chunk ends between rollouts: none of them needs two.
         if chunk.num_tokens >= CHUNK_TOKENS:
             chunks.append(chunk.pack())
             chunk = _Chunk(texts)
     if chunk.rollouts:
         chunks.append(chunk.pack())
-    names = list(_row({}))
+    # Columns, because rows would repeat each name.
+    names = list(_describe({}))
     columns = {name: [row[name] for row in rows] for name in names} | {"line": list(numbers)}
     index = {
         "columns": columns,
@@ -125,26 +138,35 @@ def _pack(
     return PackedRollouts(index=index, chunks=chunks)
 
 
-def _row(line: Line) -> dict[str, Any]:
-    """Return a rollout's row of the index; `diff` is the largest |trainer - generator| of its
-    tokens, in nats.
+def _describe(line: Line) -> dict[str, Any]:
+    """Return a rollout's row of the index.
+
+    `diff` is the largest |trainer - generator| of its tokens' logprobs, in nats.
     """
+    num_tokens, largest = 0, None
+    replies = []
     turns = line.get("turns", ())
-    reply = " ".join(" ".join(str(turn.get("reply") or "") for turn in turns).split())
-    diffs = [abs(d) for turn in turns for d in _differences(turn) if d is not None]
+    for turn in turns:
+        num_tokens += len(turn.get("token_ids") or ())
+        replies.append(str(turn.get("reply") or ""))
+        for difference in _subtract_logprobs(turn):
+            if difference is not None:
+                largest = max(largest or 0.0, abs(difference))
     return {
         **{name: line.get(name) for name in _COPIED},
-        "advantage": _mean(line.get("advantage")),
-        "tokens": sum(len(turn.get("token_ids") or ()) for turn in turns),
+        "advantage": _average(line.get("advantage")),
+        "tokens": num_tokens,
         "turns": len(turns),
-        "diff": max(diffs, default=None),
+        "diff": largest,
         "parts": line.get("parts") or {},
-        "excerpt": reply[:EXCERPT],
+        "excerpt": " ".join(" ".join(replies).split())[:EXCERPT],
     }
 
 
 @dataclass(slots=True)
 class _Chunk:
+    """Turns of some rollouts, with each text and each token's text once."""
+
     token_texts: TokenTexts
     num_tokens: int = 0
     rollouts: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -153,94 +175,105 @@ class _Chunk:
 
     def add(self, line: Line) -> None:
         turns = line.get("turns", ())
-        self.rollouts.append([self._turn(turn, line.get("advantage")) for turn in turns])
-        self.num_tokens += _cost(line)
+        self.rollouts.append([self._pack_turn(turn, line.get("advantage")) for turn in turns])
+        self.num_tokens += _estimate_tokens(line)
 
     def pack(self) -> str:
         return pack(
             {"rollouts": self.rollouts, "texts": list(self._texts), "pieces": list(self._pieces)}
         )
 
-    def _turn(self, turn: Line, advantage: Any) -> dict[str, Any]:
+    def _pack_turn(self, turn: Line, advantage: Any) -> dict[str, Any]:
         """Return a turn: `messages`, `reply` and `prompt` index the texts, `tokens` the pieces.
 
         A single number instead of a list holds for all tokens; what is not recorded is missing.
         """
-        ids = turn.get("token_ids")
+        messages = []
+        for message in turn.get("messages", ()):
+            messages.append([message.get("role"), self._number_text(message.get("content"))])
         values: dict[str, Any] = {
-            "messages": [
-                [m.get("role"), self._text(m.get("content"))] for m in turn.get("messages", ())
-            ],
-            "reply": self._text(turn.get("reply")),
+            "messages": messages,
+            "reply": self._number_text(turn.get("reply")),
             "finish": turn.get("finish_reason"),
             "reward": turn.get("reward"),
             "metrics": turn.get("metrics"),
         }
+        ids = turn.get("token_ids")
         if ids is not None:
             values |= {
-                "prompt": self._prompt(turn.get("prompt_ids")),
+                "prompt": self._number_prompt(turn.get("prompt_ids")),
                 "num_prompt": len(turn.get("prompt_ids") or ()),
-                "tokens": [
-                    self._pieces.setdefault(pair, len(self._pieces))
-                    for pair in zip(ids, self.token_texts.pieces(ids), strict=True)
-                ],
-                "logprobs": [short(p) for p in turn.get("logprobs") or ()],
-                "diffs": [short(d) for d in _differences(turn)],
-                "advantages": _numbers(turn.get("advantages", advantage)),
-                "mask": _numbers(turn.get("mask")),
-                "versions": _numbers(turn.get("policy_versions")),
+                "tokens": self._number_tokens(ids),
+                "logprobs": _shorten_all(turn.get("logprobs") or []),
+                "diffs": _shorten_all(_subtract_logprobs(turn)),
+                "advantages": _shorten_all(turn.get("advantages", advantage)),
+                "mask": _shorten_all(turn.get("mask")),
+                "versions": _shorten_all(turn.get("policy_versions")),
             }
+        # Most rollouts lack most of these, and a page has a hundred thousand.
         return {name: value for name, value in values.items() if value not in (None, [])}
 
-    def _prompt(self, ids: Sequence[int] | None) -> int | None:
-        return self._text("".join(self.token_texts.pieces(ids))) if ids else None
+    def _number_tokens(self, ids: Sequence[int]) -> list[int]:
+        """Return the places of the tokens' texts among the pieces."""
+        numbers = []
+        for pair in zip(ids, self.token_texts.split(ids), strict=True):
+            numbers.append(self._pieces.setdefault(pair, len(self._pieces)))
+        return numbers
 
-    def _text(self, text: Any) -> int | None:
+    def _number_prompt(self, ids: Sequence[int] | None) -> int | None:
+        return self._number_text("".join(self.token_texts.split(ids))) if ids else None
+
+    def _number_text(self, text: Any) -> int | None:
         return None if text is None else self._texts.setdefault(str(text), len(self._texts))
 
 
-def _differences(turn: Line) -> list[float | None]:
+def _subtract_logprobs(turn: Line) -> list[float | None]:
     """Return trainer - generator for each token in nats, or nothing if either was not recorded."""
     trainer, generator = turn.get("trainer_logprobs"), turn.get("logprobs")
-    if (
-        not isinstance(trainer, list)
-        or not isinstance(generator, list)
-        or len(trainer) != len(generator)
-    ):
+    if not isinstance(trainer, list) or not isinstance(generator, list):
         return []
-    pairs = zip(map(_finite, trainer), map(_finite, generator), strict=True)
-    return [None if p is None or q is None else p - q for p, q in pairs]
+    if len(trainer) != len(generator):
+        return []
+    differences = []
+    for p, q in zip(map(_read_finite, trainer), map(_read_finite, generator), strict=True):
+        differences.append(None if p is None or q is None else p - q)
+    return differences
 
 
-def _finite(value: Any) -> float | None:
+def _read_finite(value: Any) -> float | None:
     number = parse_number(value)
     return number if number is not None and math.isfinite(number) else None
 
 
-def short(value: Any, digits: int = 4) -> float | None:
+def shorten(value: Any, digits: int = 4) -> float | None:
     """Return the number with a few digits, which is enough to show; None if it is not finite."""
-    number = _finite(value)
+    number = _read_finite(value)
     return None if number is None else float(f"{number:.{digits}g}")
 
 
-def _numbers(value: Any) -> Any:
-    return [short(v) for v in value] if isinstance(value, list) else value
+def _shorten_all(value: Any) -> Any:
+    """Return a list's numbers with a few digits, and anything else as it is."""
+    return [shorten(v) for v in value] if isinstance(value, list) else value
 
 
-def _mean(value: Any) -> float | None:
-    numbers = [
-        n for v in (value if isinstance(value, list) else [value]) if (n := _finite(v)) is not None
-    ]
-    return short(sum(numbers) / len(numbers)) if numbers else None
+def _average(value: Any) -> float | None:
+    """Return the mean of a number, or of the finite ones of a list."""
+    numbers = []
+    for item in value if isinstance(value, list) else [value]:
+        number = _read_finite(item)
+        if number is not None:
+            numbers.append(number)
+    return shorten(sum(numbers) / len(numbers)) if numbers else None
 
 
 def pack(value: Any) -> str:
     """Return the value as JSON, compressed, in base64; the result is deterministic."""
-    compressed = gzip.compress(json_text(value).encode(), compresslevel=_GZIP_LEVEL, mtime=0)
+    # Without a time stamp, so that the same run gives the same page.
+    compressed = gzip.compress(format_json(value).encode(), compresslevel=_GZIP_LEVEL, mtime=0)
     return base64.b64encode(compressed).decode()
 
 
-def json_text(value: Any) -> str:
+def format_json(value: Any) -> str:
     """Return compact JSON; numbers that are not finite become strings."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
@@ -258,7 +291,7 @@ class TokenTexts:
     def known(self) -> bool:
         return self._tokenizer is not None
 
-    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+    def split(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text that each token adds.
 
         A character of several tokens belongs to the last of them, and the others are empty.
@@ -267,6 +300,7 @@ class TokenTexts:
             return [f"<{token_id}>" for token_id in token_ids]
         stream = DecodeStream(skip_special_tokens=False)
         pieces = [stream.step(self._tokenizer, token_id) or "" for token_id in token_ids]
+        # The rest of its character never came.
         if pieces and not pieces[-1]:
             pieces[-1] = _CUT_CHARACTER
         return pieces
@@ -286,32 +320,30 @@ def open_token_texts(folder: Path, values: Mapping[str, Any]) -> tuple[TokenText
     exported = folder / "checkpoints" / "hf"
     if (exported / TOKENIZER).is_file():
         return _open(exported / TOKENIZER)
-    folders = [
-        exported,
-        *([_given_folder(given, values, cache=folder.parent / STARTING_POINTS)] if given else []),
-    ]
-    if (folders[-1] / TOKENIZER).is_file():
-        return _open(folders[-1] / TOKENIZER)
+
+    folders = [exported]
+    if given:
+        start = _find_start(given, values, cache=folder.parent / STARTING_POINTS)
+        if (start / TOKENIZER).is_file():
+            return _open(start / TOKENIZER)
+        folders.append(start)
     if given or "hf_assets_path" not in values:
-        looked = " or ".join(str(candidate) for candidate in folders)
-        return TokenTexts(None), f"no {TOKENIZER} in {looked}: tokens are shown by their numbers"
+        places = " or ".join(map(str, folders))
+        return TokenTexts(None), f"no {TOKENIZER} in {places}: tokens are shown by their numbers"
+    # A random model has a tokenizer of bytes, which is quickly made again.
     with tempfile.TemporaryDirectory() as made:
         build_byte_tokenizer(made)
         return _open(Path(made) / TOKENIZER)
 
 
-def _given_folder(given: str, values: Mapping[str, Any], *, cache: Path) -> Path:
-    """Return the folder that a run started from, or the given path if the folder is no longer
-    there.
-    """
+def _find_start(given: str, values: Mapping[str, Any], *, cache: Path) -> Path:
+    """Return the folder that a run started from, or the given path if it is no longer there."""
     from rl.models.assets import resolve_assets  # it imports PyTorch, which most reports need not
 
-    with suppress(
-        ValueError, OSError, RuntimeError
-    ):  # a text that cannot be a path, a home that is unknown
-        return resolve_assets(
-            given, cache=cache, revision=values.get("hf_revision"), prepares=False
-        )
+    # The text may be no path at all, or name a home that is unknown.
+    with suppress(ValueError, OSError, RuntimeError):
+        revision = values.get("hf_revision")
+        return resolve_assets(given, cache=cache, revision=revision, prepares=False)
     return Path(given)
 
 

@@ -1,7 +1,7 @@
 """Spans of each process as a report draws them; in long runs, spans closer than a pixel are merged.
 
-pack_timeline(run.spans, run.events) -> {"start_s": ..., "length_s": ..., "names": [...], "lanes":
-[...]}
+pack_timeline(run.spans, run.events)
+# {"start_s": ..., "length_s": ..., "names": [...], "lanes": [...], ...}
 """
 
 from __future__ import annotations
@@ -52,38 +52,43 @@ def pack_timeline(
         return {"lanes": [], "names": [], "steps": [], "events": [], "gap_s": 0, "length_s": 0}
     start_s = min([span.start_s for span in spans] + times)
     length_s = max([span.end_s for span in spans] + times) - start_s
-    steps = sorted(_steps(spans, start_s))
-    lanes = _lanes(span for span in spans if kind_of(span.name) != "step")
+    lanes = _sort_into_lanes(span for span in spans if kind_of(span.name) != "step")
+    # Doubling needs 17 rounds at most, each of which is linear in the spans.
     gap_s = 0.0
     while True:
-        blocks = {lane: _blocks(of, gap_s=gap_s) for lane, of in lanes.items()}
+        blocks = {lane: _merge(spans_of_lane, gap_s) for lane, spans_of_lane in lanes.items()}
         if sum(map(len, blocks.values())) <= max_blocks or gap_s > length_s:
             break
         gap_s = 2 * gap_s or _FIRST_SHARE * length_s
+    # Blocks refer to names by number: a long run has thousands of blocks of a dozen names.
     names: dict[str, int] = {}
     return {
         "start_s": round(start_s, 3),
         "length_s": round(length_s, 4),
         "gap_s": round(gap_s, 4),
-        "steps": [[step, round(at, 4), round(took, 4)] for step, at, took in steps],
-        "events": [_event(event, start_s) for event in events],
-        "lanes": [_lane(lane, of, names, start_s) for lane, of in blocks.items()],
+        "steps": _list_steps(spans, start_s),
+        "events": [_pack_event(event, start_s) for event in events],
+        "lanes": [_pack_lane(lane, of_lane, names, start_s) for lane, of_lane in blocks.items()],
         "names": [[name, kind_of(name)] for name in names],
     }
 
 
-def _event(event: Mapping[str, Any], start_s: float) -> dict[str, Any]:
-    fields = {name: value for name, value in event.items() if name != "time"}
-    return {"at": round(event["time"] - start_s, 3), **fields}
+def _pack_event(event: Mapping[str, Any], start_s: float) -> dict[str, Any]:
+    fields = dict(event)
+    return {"at": round(fields.pop("time") - start_s, 3), **fields}
 
 
-def _steps(spans: Iterable[Span], start_s: float) -> Iterable[tuple[int, float, float]]:
+def _list_steps(spans: Iterable[Span], start_s: float) -> list[list[float]]:
+    """Return [step, at, for] of each step, in seconds, by step."""
+    steps = []
     for span in spans:
-        if span.role == "controller" and (found := _STEP.fullmatch(span.name)):
-            yield int(found[1]), span.start_s - start_s, span.duration_s
+        match = _STEP.fullmatch(span.name)
+        if span.role == "controller" and match:
+            steps.append((int(match[1]), span.start_s - start_s, span.duration_s))
+    return [[step, round(at, 4), round(took, 4)] for step, at, took in sorted(steps)]
 
 
-def _lanes(spans: Iterable[Span]) -> dict[tuple[str, int], list[Span]]:
+def _sort_into_lanes(spans: Iterable[Span]) -> dict[tuple[str, int], list[Span]]:
     """Return the spans by role and rank, in a fixed order of the roles, each by time."""
     lanes: dict[tuple[str, int], list[Span]] = defaultdict(list)
     for span in spans:
@@ -92,7 +97,7 @@ def _lanes(spans: Iterable[Span]) -> dict[tuple[str, int], list[Span]]:
     return {lane: sorted(lanes[lane], key=attrgetter("start_s", "end_s")) for lane in ordered}
 
 
-def _blocks(spans: Iterable[Span], *, gap_s: float) -> list[_Block]:
+def _merge(spans: Iterable[Span], gap_s: float) -> list[_Block]:
     """Return the blocks of one lane by time.
 
     A span is merged into the block before it of the same name if they overlap, or if both are
@@ -102,41 +107,42 @@ def _blocks(spans: Iterable[Span], *, gap_s: float) -> list[_Block]:
     open_of: dict[str, _Block] = {}
     for span in spans:
         last = open_of.get(span.name)
-        if (
-            span.error is None
-            and last is not None
-            and (span.start_s < last.end_s or _is_one(last, span, gap_s))
-        ):
+        if span.error is None and last is not None and _belongs_to(last, span, gap_s):
             last.end_s = max(last.end_s, span.end_s)
             last.busy_s += span.duration_s
             last.num += 1
             last.version = span.version if span.version is not None else last.version
             continue
-        done.append(
-            _Block(
-                span.name,
-                span.start_s,
-                span.end_s,
-                span.version,
-                span.error,
-                busy_s=span.duration_s,
-            )
+        block = _Block(
+            span.name, span.start_s, span.end_s, span.version, span.error, busy_s=span.duration_s
         )
+        done.append(block)
+        # Spans that failed are few, and each of them is worth a look.
         if span.error is None:
-            open_of[span.name] = done[-1]
+            open_of[span.name] = block
     return done
 
 
-def _is_one(last: _Block, span: Span, gap_s: float) -> bool:
+def _belongs_to(last: _Block, span: Span, gap_s: float) -> bool:
+    return span.start_s < last.end_s or _is_too_close(last, span, gap_s)
+
+
+def _is_too_close(last: _Block, span: Span, gap_s: float) -> bool:
     """Return whether block and span are too small and close to tell apart."""
     is_small = span.duration_s < gap_s and (last.num > 1 or last.end_s - last.start_s < gap_s)
     return is_small and span.start_s - last.end_s <= gap_s
 
 
-def _lane(
+def _pack_lane(
     lane: tuple[str, int], blocks: list[_Block], names: dict[str, int], start_s: float
 ) -> dict[str, Any]:
-    rows = _rows(blocks)
+    rows = _assign_rows(blocks)
+    busy, errors = {}, {}
+    for number, block in enumerate(blocks):
+        if block.num > 1:
+            busy[number] = round(block.busy_s, 4)
+        if block.error is not None:
+            errors[number] = block.error
     return {
         "role": lane[0],
         "rank": lane[1],
@@ -147,17 +153,20 @@ def _lane(
         "row": rows,
         "version": [b.version for b in blocks],
         "num": [b.num for b in blocks],
-        "busy": {i: round(b.busy_s, 4) for i, b in enumerate(blocks) if b.num > 1},
-        "error": {i: b.error for i, b in enumerate(blocks) if b.error is not None},
+        "busy": busy,
+        "error": errors,
     }
 
 
-def _rows(blocks: Sequence[_Block]) -> list[int]:
+def _assign_rows(blocks: Sequence[_Block]) -> list[int]:
     """Return the first free row for each block, so that nested spans are below outer ones."""
     ends: list[float] = []
     rows = []
     for block in blocks:
-        row = next((r for r, end in enumerate(ends) if end <= block.start_s + 1e-6), len(ends))
+        row = 0
+        # A span that begins where another one ends may begin a rounding error earlier.
+        while row < len(ends) and ends[row] > block.start_s + 1e-6:
+            row += 1
         row = min(row, _MAX_ROWS - 1)
         if row == len(ends):
             ends.append(block.end_s)

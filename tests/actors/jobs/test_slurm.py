@@ -35,7 +35,8 @@ def submitted(tmp_path, monkeypatch):
     """
     sbatch, cat, env = tmp_path / "sbatch", shutil.which("cat"), shutil.which("env")
     sbatch.write_text(
-        f"""#!/bin/sh\n{cat} > "$0.script"\nprintf '%s\\n' "$@" > "$0.options"\n{env} > "$0.env"\necho 0\n"""
+        f"""#!/bin/sh\n{cat} > "$0.script"\nprintf '%s\\n' "$@" > "$0.options"\n"""
+        f"""{env} > "$0.env"\necho 0\n"""
     )
     sbatch.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path))

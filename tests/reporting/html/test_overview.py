@@ -10,12 +10,12 @@ from rl.config.registry import resolve
 from rl.reporting.data import RunData
 from rl.reporting.evidence import Finding, RolloutEvidence
 from rl.reporting.html.overview import (
-    breakdown,
-    config_rows,
-    curves,
-    facts,
-    referenced_lines,
-    state,
+    break_down,
+    collect_facts,
+    describe_state,
+    find_evidence_lines,
+    list_config,
+    pack_curves,
 )
 
 # Facts
@@ -36,7 +36,7 @@ def step(number, **others):
 
 
 def test_facts_ignore_missing_and_infinite_numbers():
-    told = facts(
+    told = collect_facts(
         run(
             steps=[
                 step(1, **{"reward/mean": 0.25, "perf/samples_per_s": 9.0}),
@@ -78,13 +78,13 @@ def test_facts_ignore_missing_and_infinite_numbers():
 )
 def test_state_follows_from_the_folder_and_the_controller(status, last, is_alive, expected):
     assert (
-        state(run(status=status, events=[{"time": 1.0, "event": last}]), is_alive=is_alive)
+        describe_state(run(status=status, events=[{"time": 1.0, "event": last}]), is_alive=is_alive)
         == expected
     )
 
 
 def test_breakdown_lists_the_waits_largest_first():
-    told = breakdown(
+    told = break_down(
         run(
             steps=[
                 step(1, **{"time/push_s": 0.5, "time/trainer_idle_s": 3.0, "limit/decode": 0.2}),
@@ -105,7 +105,7 @@ def test_breakdown_lists_the_waits_largest_first():
 
 def test_each_metric_is_a_curve_over_its_own_steps():
     steps = [{"step": 1, "reward/mean": 0.25, "loss": 1}, {"step": 2, "reward/mean": 0.5}]
-    found = curves(steps, [{"step": 0, "eval/correct": 0.1}, {"step": 2, "eval/correct": 0.9}])
+    found = pack_curves(steps, [{"step": 0, "eval/correct": 0.1}, {"step": 2, "eval/correct": 0.9}])
     assert found["xs"] == [[1, 2], [1], [0, 2]]
     assert found["series"] == {
         "reward/mean": {"x": 0, "y": [0.25, 0.5]},
@@ -116,12 +116,14 @@ def test_each_metric_is_a_curve_over_its_own_steps():
 
 def test_values_that_are_not_finite_are_gaps():
     values = [1.0, math.nan, math.inf, 4.0]
-    found = curves([{"step": i, "loss": value} for i, value in enumerate(values)])
+    found = pack_curves([{"step": i, "loss": value} for i, value in enumerate(values)])
     assert found["series"]["loss"] == {"x": 0, "y": [1, None, None, 4], "bad": [1, 2], "num_bad": 2}
 
 
 def test_long_curves_are_merged_into_mean_minimum_and_maximum():
-    found = curves([{"step": step, "loss": float(step)} for step in range(1, 11)], max_points=4)
+    found = pack_curves(
+        [{"step": step, "loss": float(step)} for step in range(1, 11)], max_points=4
+    )
     assert found["xs"] == [[2, 5, 8, 10]]
     merged = {"y": [2, 5, 8, 10], "low": [1, 4, 7, 10], "high": [3, 6, 9, 10]}
     assert found["series"]["loss"] == {"x": 0, **merged}
@@ -137,7 +139,7 @@ def test_changed_option_has_its_default():
     values["trainer"]["optimizer"]["lr"] = 0.5
     values["of_an_older_version"] = [1]
     config = {"module": MODULE, "config": "tiny", "values": values}
-    rows, problem = config_rows(config, defaults=to_dict(resolve(MODULE, "tiny").config))
+    rows, problem = list_config(config, defaults=to_dict(resolve(MODULE, "tiny").config))
     assert problem is None
     changed = [row for row in rows if "default" in row]
     assert changed == [
@@ -145,7 +147,7 @@ def test_changed_option_has_its_default():
         {"path": "of_an_older_version", "value": "[1]", "default": "absent"},
     ]
     assert {"path": "trainer.optimizer.kind", "value": '"fused"'} in rows
-    rows, problem = config_rows(config, defaults={})
+    rows, problem = list_config(config, defaults={})
     assert len(rows) > len(changed)
     assert not [row for row in rows if "default" in row]
     assert problem is not None
@@ -163,5 +165,5 @@ def test_recorded_rollouts_of_findings_are_returned():
     lines = [
         {"step": step, "problem": "p", "sample": sample} for step in (2, 3) for sample in (0, 1)
     ]
-    assert referenced_lines([finding], lines) == {3}
-    assert referenced_lines([], lines) == frozenset()
+    assert find_evidence_lines([finding], lines) == {3}
+    assert find_evidence_lines([], lines) == frozenset()

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from rl.reporting.html import page
-from rl.reporting.html.page import inline_json
+from rl.reporting.html.page import embed_json
 from rl.reporting.html.rollouts import pack
 from tests.support.report_runs import unpack
 
@@ -63,5 +63,5 @@ def test_packed_block_is_base64_and_unpacks_to_its_value():
 def test_numbers_that_are_not_finite_become_strings():
     value = {"loss": [math.nan, 1.5], "of": ({"x": -math.inf},)}
     told = {"loss": ["nan", 1.5], "of": [{"x": "-inf"}]}
-    assert json.loads(inline_json(value)) == told
+    assert json.loads(embed_json(value)) == told
     assert unpack(pack(value)) == told

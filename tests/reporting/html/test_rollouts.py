@@ -148,14 +148,14 @@ def test_numbers_that_are_not_finite_are_unknown(texts):
     ],
 )
 def test_each_token_has_the_text_that_it_adds(ids, pieces, texts):
-    assert texts.pieces(ids) == pieces
+    assert texts.split(ids) == pieces
 
 
 def test_space_that_the_decoder_drops_is_kept():
     vocabulary = {"▁add": 0, "▁it": 1, "s": 2, "<unk>": 3}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.decoder = decoders.Metaspace()
-    assert TokenTexts(tokenizer).pieces([0, 1, 2]) == ["add", " it", "s"]
+    assert TokenTexts(tokenizer).split([0, 1, 2]) == ["add", " it", "s"]
 
 
 def test_tokenizer_of_the_exported_model_is_preferred(tmp_path):
@@ -165,12 +165,12 @@ def test_tokenizer_of_the_exported_model_is_preferred(tmp_path):
     (exported / "tokenizer.json").write_text(content)
     build_byte_tokenizer(tmp_path / "given")
     found, _ = open_token_texts(tmp_path, {"hf_assets_path": str(tmp_path / "given")})
-    assert found.pieces([261]) == ["[EXPORT]"]
+    assert found.split([261]) == ["[EXPORT]"]
 
 
 def test_without_a_tokenizer_tokens_are_numbers(tmp_path):
     found, problem = open_token_texts(tmp_path, {"hf_assets_path": str(tmp_path / "gone")})
-    assert found.pieces([7, 12]) == ["<7>", "<12>"]
+    assert found.split([7, 12]) == ["<7>", "<12>"]
     assert not found.known
     assert problem is not None
     assert str(tmp_path / "gone") in problem
