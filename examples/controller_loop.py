@@ -1,5 +1,6 @@
-"""GRPO on sum-digits over the actors of a run, written out: `python examples/controller_loop.py
---steps 20`.
+"""GRPO on sum-digits over the actors of a run, written out.
+
+    python examples/controller_loop.py --steps 20
 
 `open_run` starts trainer, generator and reward actors from a run config, and ends them with the
 block. The loop is four calls: generate, forward_backward, optim_step, publish. `python -m rl.train`
@@ -18,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, it finds its own tree
+# Run as a file, the example finds the packages of its own tree.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from actors.config import RunConfig
 from actors.run import Run, open_run
@@ -54,18 +56,23 @@ async def train(config: RunConfig) -> list[tuple[float, float]]:
         await run.publisher.serve(await run.publisher.push())
         problems = enumerate(run.task.train_problems(seed=config.seed))
         for step in range(1, config.loop.num_steps + 1):
-            batch = list(islice(problems, config.loop.groups_per_batch))
-            rollouts_PG = await asyncio.gather(*(generate(run, problem, n) for n, problem in batch))
+            # All groups at the same time: the generator batches their requests.
+            batch = islice(problems, config.loop.groups_per_batch)
+            groups = [generate(run, problem, number) for number, problem in batch]
+            rollouts_PG = await asyncio.gather(*groups)
+
             scores_PG = await run.rewarder.score(rollouts_PG)
             rewards_PG = np.array([[score.reward for score in group] for group in scores_PG])
             advantages_PG = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
-            samples = [
-                policy_sample(
-                    r, advantages_C=np.full(r.num_completion_tokens, a, np.float32), temperature=1.0
-                )
-                for rollouts, advantages in zip(rollouts_PG, advantages_PG, strict=True)
-                for r, a in zip(rollouts, advantages, strict=True)
-            ]
+            samples = []
+            for rollouts_G, advantages_G in zip(rollouts_PG, advantages_PG, strict=True):
+                for rollout, advantage in zip(rollouts_G, advantages_G, strict=True):
+                    # Every token of a reply has the reply's advantage.
+                    advantages_C = np.full(rollout.num_completion_tokens, advantage, np.float32)
+                    samples.append(
+                        policy_sample(rollout, advantages_C=advantages_C, temperature=1.0)
+                    )
+
             await run.trainer.forward_backward(samples)
             update = await run.trainer.optim_step()
             await run.publisher.serve(await run.publisher.push())

@@ -24,8 +24,12 @@ from rl.models.decoder import Decoder
 
 
 class TopBlocks(ModelConverter):
+    """Converter that trains the last blocks alone, within bounds."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConverter.Config):
+        """Number of trained blocks, and the bound of their weights."""
+
         num_trained_blocks: int = 1
         """The last so many blocks are trained; embedding, head and the other blocks are frozen."""
         max_abs: float = 1.0
@@ -38,9 +42,8 @@ class TopBlocks(ModelConverter):
     config: Config
 
     def convert(self, model: nn.Module) -> None:
-        """The model is whole here, and without memory: freeze, swap or add, the layout comes
-        after.
-        """
+        """Freeze, swap or add parts of the model."""
+        # The model is whole here, and without memory: it is sharded after this.
         assert isinstance(model, Decoder)
         if self.config.num_trained_blocks > len(model.layers):
             raise ValueError(
@@ -53,9 +56,8 @@ class TopBlocks(ModelConverter):
 
     @torch.no_grad()
     def post_optimizer_hook(self, model: nn.Module) -> None:
-        """Called on every rank after each step. A weight is sharded now: each rank has its own
-        part.
-        """
+        """Bring the trained weights back into their bounds, on every rank after each step."""
+        # A weight is sharded now: each rank has a part.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 local_tensor(parameter).clamp_(-self.config.max_abs, self.config.max_abs)

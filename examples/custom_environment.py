@@ -30,8 +30,12 @@ from rl.types import Message, Observation, Problem, Reply, Rollout
 
 
 class GuessNumber(GeneratedTask):
+    """Task of finding a number between two others by guesses."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
+        """Range of the numbers, guesses and their cost, and the demonstrations."""
+
         num_eval: int = 64
         width: int = 7
         """Number of possible numbers."""
@@ -69,6 +73,7 @@ class GuessNumber(GeneratedTask):
         """Draw a problem with demonstrated guesses, given the environment's known answers."""
         problem = self.draw(generator)
         low, high, secret = problem.info["low"], problem.info["high"], int(problem.answer)
+        # A number is drawn for each guess, so that problems depend on the seed and `halving` alone.
         guesses: list[int] = []
         while secret not in guesses and len(guesses) < self.config.max_guesses:
             guess = (low + high) // 2 if generator.random() < self.config.halving else low
@@ -84,7 +89,7 @@ class GuessNumber(GeneratedTask):
         )
 
     def reward(self, rollout: Rollout) -> float:
-        """1 for the number; what the environment gave in the turns comes on top."""
+        """Return 1 for the number; what the environment gave in the turns comes on top."""
         return float(complete_answer(rollout.turns[-1]) == rollout.prompt.problem.answer)
 
 

@@ -1,8 +1,8 @@
 """A model family of your own: IBM's Granite, which is Llama with four multipliers (docs/models.md).
 
     python -m rl.train --module examples.custom_model --config tiny
-    python -m rl.train --module examples.custom_model --config granite --hf_assets_path
-    /models/granite-3.3-2b
+    python -m rl.train --module examples.custom_model --config granite \
+        --hf_assets_path /models/granite-3.3-2b
 
 The layers, both parallel plans, LoRA, the loading of folders and the generator's attention are
 relay's own. A family says where it computes differently, and what its config.json and its tensors
@@ -31,6 +31,8 @@ MULTIPLIERS = {
 
 
 class GraniteBlock(TransformerBlock):
+    """Block whose attention and feed-forward layers are multiplied before they are added."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(TransformerBlock.Config):
         residual_multiplier: float
@@ -46,6 +48,8 @@ class GraniteBlock(TransformerBlock):
 
 
 class GraniteDecoder(Decoder):
+    """Decoder with factors for embeddings, attention scores and logits."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
         embedding_multiplier: float
@@ -62,7 +66,7 @@ class GraniteDecoder(Decoder):
 
     def tables(self, rope: RoPE, positions: Tensor, *, dtype: Any) -> tuple[Tensor, Tensor]:
         # Queries and keys are multiplied by the same tables, and so the scores by the square of
-        # this factor.
+        # this factor. So every attention of relay's, the generator's too, can stay as it is.
         factor = (
             self.config.attention_multiplier * self.config.block.attention.head_dim**0.5
         ) ** 0.5
@@ -70,11 +74,14 @@ class GraniteDecoder(Decoder):
         return (cos * factor).to(dtype), (sin * factor).to(dtype)
 
     def normed(self, x: Tensor) -> Tensor:
+        # The head is linear, so this divides the logits.
         return super().normed(x) / self.config.logits_scaling
 
 
 @register_family
 class GraniteAdapter(DecoderAdapter):
+    """Names and fields of Granite's config.json; its tensors are called as Llama's are."""
+
     model_type = "granite"
     architecture = "GraniteForCausalLM"
 
@@ -82,27 +89,31 @@ class GraniteAdapter(DecoderAdapter):
     def sized(
         cls, *, multipliers: dict[str, float] = MULTIPLIERS, **sizes: Any
     ) -> GraniteDecoder.Config:
-        base, own = super().sized(**sizes), dict(multipliers)
+        # Llama's config, with one multiplier in each block and the others in the decoder.
+        base, of_decoder = super().sized(**sizes), dict(multipliers)
         block = GraniteBlock.Config(
-            **values(base.block), residual_multiplier=own.pop("residual_multiplier")
+            **list_fields(base.block), residual_multiplier=of_decoder.pop("residual_multiplier")
         )
-        return GraniteDecoder.Config(**values(base) | own | {"block": block})
+        return GraniteDecoder.Config(**list_fields(base) | of_decoder | {"block": block})
 
     @classmethod
     def switches_from_hf(cls, hf: dict[str, Any]) -> dict[str, Any]:
+        # A multiplier that the folder does not name is 1.
         read = {name: read_field(hf, name, float, 1.0) for name in MULTIPLIERS}
         return super().switches_from_hf(hf) | {"multipliers": read}
 
     def hf_config(self) -> dict[str, Any]:
-        known = values(self.config.block) | values(self.config)
+        known = list_fields(self.config.block) | list_fields(self.config)
         return super().hf_config() | {name: known[name] for name in MULTIPLIERS}
 
 
-def values(config: Any) -> dict[str, Any]:
+def list_fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a config by name; nested configs stay as they are."""
     return {f.name: getattr(config, f.name) for f in fields(config)}
 
 
 def model_registry(flavor: str) -> ModelSpec:
+    """Return the spec of a size by name; folders say their sizes themselves."""
     tiny = GraniteAdapter.sized(
         dim=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=320,
         max_positions=1024,
@@ -113,14 +124,10 @@ def model_registry(flavor: str) -> ModelSpec:
 
 
 def tiny(config: Controller.Config | None = None) -> Controller.Config:
-    """A model of 0.8M parameters that the run creates and warms up itself; two CPU cores, no
-    GPU.
-    """
+    """Train 0.8M parameters that the run creates and warms up itself, on two CPU cores."""
     config = config or sum_digits.tiny()
-    config.description, config.model = (
-        "Granite of 0.8M parameters on sum-digits",
-        model_registry("tiny"),
-    )
+    config.description = "Granite of 0.8M parameters on sum-digits"
+    config.model = model_registry("tiny")
     return config
 
 

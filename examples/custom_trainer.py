@@ -20,8 +20,12 @@ from rl.types import OptimParams, OptimStepResult
 
 
 class AnnealedClipTrainer(PolicyTrainer):
+    """Trainer actor whose engine lowers the clip norm."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyTrainer.Config):
+        """The trainer's options, and those of the annealing."""
+
         final_max_norm: float = 0.1
         """Gradient clip norm after the annealing."""
         anneal_steps: int = 20
@@ -45,14 +49,18 @@ class AnnealedClipTrainer(PolicyTrainer):
 
 
 class AnnealedClipEngine(TrainingEngine):
+    """Engine that gives each step a clip norm of its own."""
+
     def optim_step(
         self, params: OptimParams | None = None, *, allow_empty: bool = False
     ) -> OptimStepResult:
         config = self.config
         assert isinstance(config, AnnealedClipTrainer.Config)
+        # The version counts the steps and is in checkpoints, so a resumed run goes on as it was.
         progress = min(1.0, self.policy_version / config.anneal_steps)
         max_norm = config.training.max_norm * (1 - progress) + config.final_max_norm * progress
         params = params or OptimParams()
+        # A caller of the engine may still choose a norm of its own.
         if params.max_norm is None:
             params = replace(params, max_norm=max_norm)
         return super().optim_step(params, allow_empty=allow_empty)

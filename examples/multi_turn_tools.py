@@ -3,8 +3,10 @@
     python -m rl.train --module examples.multi_turn_tools --config tiny
     python -m rl.train --module examples.multi_turn_tools --config qwen3_0_6b
 
-    user   37*48    model  <tool_call>{"name": "calculator", "arguments": {"expression": "37*48"}}</tool_call>
-    tool   1776     model  = 1776       a reply without a call: the episode is over
+    user   37*48
+    model  <tool_call>{"name": "calculator", "arguments": {"expression": "37*48"}}</tool_call>
+    tool   1776
+    model  = 1776          a reply without a call: the episode is over
 
 Products are for the calculator, binary numbers for Python. The tiny model's demonstrations mostly
 answer at once, with a number that is wrong; what rewards have to find is that to ask a tool is
@@ -41,6 +43,8 @@ class Arithmetic(GeneratedTask):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
+        """Mixture and size of the problems, demonstrations, and the tools' limits."""
+
         num_eval: int = 64
         python_share: float = 0.25
         """Share of the problems that are for Python."""
@@ -66,11 +70,13 @@ class Arithmetic(GeneratedTask):
 
     @cached_property
     def tools(self) -> tuple[Tool, ...]:
-        """For all episodes."""
+        """Tools of all episodes."""
+        # Not made with the task: a process that only draws problems needs no sandbox.
         return (Calculator(), self.config.sandbox.build())
 
     def __getstate__(self) -> dict[str, object]:
-        """For the processes that score: they call no tools."""
+        """Return what the reward processes need."""
+        # They call no tools, so the tools stay here.
         return {"config": self.config}
 
     def draw(self, generator: random.Random) -> Problem:
@@ -79,7 +85,8 @@ class Arithmetic(GeneratedTask):
             short, asked, answer = f"bin {number}", f"{number} as a binary number", f"{number:b}"
             call = ToolCall(name="python", arguments={"code": f"print(bin({number})[2:])"})
         else:
-            a, b = (generator.randint(10, 10**self.config.num_digits - 1) for _ in range(2))
+            largest = 10**self.config.num_digits - 1
+            a, b = generator.randint(10, largest), generator.randint(10, largest)
             short, asked, answer = f"{a}*{b}", f"{a} times {b}", str(a * b)
             call = ToolCall(name="calculator", arguments={"expression": short})
         return Problem(
@@ -90,9 +97,7 @@ class Arithmetic(GeneratedTask):
         )
 
     def warmup_problem(self, generator: random.Random) -> Problem:
-        """Draw a problem with the demonstrations of `guesses`: the right digits in another
-        order.
-        """
+        """Draw a problem whose demonstration may be a guess: the right digits, shuffled."""
         problem = self.draw(generator)
         if generator.random() >= self.config.guesses:
             return problem
@@ -100,11 +105,11 @@ class Arithmetic(GeneratedTask):
         return replace(problem, demonstration=f"about {digits}")
 
     def environment(self, problem: Problem) -> ToolEnvironment:
-        made = ToolEnvironment if self.config.announce else Unannounced
-        return made(problem=problem, tools=self.tools, max_calls=self.config.max_calls)
+        kind = ToolEnvironment if self.config.announce else Unannounced
+        return kind(problem=problem, tools=self.tools, max_calls=self.config.max_calls)
 
     def reward(self, rollout: Rollout) -> float:
-        """1 for the right number at the end of the last reply."""
+        """Return 1 for the right number at the end of the last reply."""
         number = find_answer(rollout.text, "last_number", is_cut_off=rollout.completion.is_cut_off)
         return float(number is not None and same_answer(rollout.prompt.problem.answer, number))
 

@@ -1,5 +1,4 @@
-"""The whole of GRPO in one file, on four calls: generate, forward_backward, optim_step, push and
-serve.
+"""GRPO in one file, on four calls: generate, forward_backward, optim_step, push and serve.
 
     python examples/rl_loop.py --steps 50 --seed 0 --output outputs/rl_loop
 
@@ -19,14 +18,14 @@ import asyncio
 import math
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # run as a file, this is found in its own tree
+# Run as a file, the example finds the packages of its own tree.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import GRPOLoss
@@ -55,14 +54,16 @@ MAX_TOKENS = 32
 """Most tokens of a completion."""
 
 
-def prompt_of(problem: Problem, renderer: Renderer) -> Prompt:
+def make_prompt(problem: Problem, renderer: Renderer) -> Prompt:
     """Return the prompt of a problem as tokens."""
     question = Message(role="user", content=problem.question)
     return Prompt(problem=problem, token_ids=renderer.opening([question]))
 
 
-def rollout_of(prompt: Prompt, completion: Completion, sample: int, renderer: Renderer) -> Rollout:
-    """An episode of one turn: what the model read, and what it produced, token for token."""
+def make_rollout(
+    prompt: Prompt, completion: Completion, sample: int, renderer: Renderer
+) -> Rollout:
+    """Return an episode of one turn: the prompt and the completion, token for token."""
     turn = Turn(
         messages=(Message(role="user", content=prompt.problem.question),),
         prompt_ids=prompt.token_ids,
@@ -73,26 +74,98 @@ def rollout_of(prompt: Prompt, completion: Completion, sample: int, renderer: Re
 
 
 def reward(rollout: Rollout) -> float:
-    """1 for the right answer, 0.1 for another one of the right form, 0 for none."""
+    """Return 1 for the right answer, 0.1 for a wrong one of the right form, 0 for none."""
     return 0.9 * is_correct(rollout) + 0.1 * format_reward(rollout)
 
 
-async def accuracy(local: LocalBackend, renderer: Renderer, problems: list[Problem]) -> float:
-    """Share of right greedy replies."""
-    prompts = [prompt_of(problem, renderer) for problem in problems]
+async def draw_rollouts(
+    local: LocalBackend, renderer: Renderer, problems: Iterable[Problem], sampling: SamplingParams
+) -> list[list[Rollout]]:
+    """Return [P][G] rollouts, drawn with the weights that are served."""
+    prompts = [make_prompt(problem, renderer) for problem in problems]
+    groups_PG = await local.generate([prompt.token_ids for prompt in prompts], sampling=sampling)
+
+    rollouts_PG = []
+    for prompt, completions_G in zip(prompts, groups_PG, strict=True):
+        rollouts_G = []
+        for sample, completion in enumerate(completions_G):
+            rollouts_G.append(make_rollout(prompt, completion, sample, renderer))
+        rollouts_PG.append(rollouts_G)
+    return rollouts_PG
+
+
+async def measure_accuracy(
+    local: LocalBackend, renderer: Renderer, problems: list[Problem]
+) -> float:
+    """Return the share of right greedy replies."""
     sampling = SamplingParams(
         max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=renderer.stop_token_ids
     )
-    groups_P1 = await local.generate([prompt.token_ids for prompt in prompts], sampling=sampling)
-    right = [
-        is_correct(rollout_of(prompt, completion, 0, renderer))
-        for prompt, (completion,) in zip(prompts, groups_P1, strict=True)
-    ]
-    return float(np.mean(right))
+    rollouts_P1 = await draw_rollouts(local, renderer, problems, sampling)
+    return float(np.mean([is_correct(rollout) for (rollout,) in rollouts_P1]))
+
+
+async def warm_up(
+    local: LocalBackend, renderer: Renderer, problems: Iterator[Problem], args: argparse.Namespace
+) -> None:
+    """Train on demonstrations by cross-entropy, 64 a step."""
+    for step in range(args.warmup_steps):
+        samples = []
+        for problem in islice(problems, 64):
+            prompt_ids = make_prompt(problem, renderer).token_ids
+            for reply in problem.demonstrations:
+                reply_ids = renderer.reply(reply, prompt_ids=prompt_ids)
+                samples.append(demonstration_sample(prompt_ids, reply_ids))
+        gradient = await local.forward_backward(samples, loss=CrossEntropyLoss())
+
+        # The learning rate rises for 20 steps, then decays.
+        cosine = 0.5 * (1 + math.cos(math.pi * step / args.warmup_steps))
+        lr = args.warmup_lr * min(1.0, (step + 1) / 20) * (0.1 + 0.9 * cosine)
+        await local.optim_step(OptimParams(lr=lr, weight_decay=0.01))
+        if step % 50 == 0 or step == args.warmup_steps - 1:
+            print(
+                f"warm-up step {step + 1:3}  loss {gradient.loss_mean:.3f} nats a token", flush=True
+            )
+
+
+async def take_grpo_step(
+    local: LocalBackend,
+    renderer: Renderer,
+    problems: Iterator[Problem],
+    step: int,
+    args: argparse.Namespace,
+) -> tuple[float, float]:
+    """Take one step of GRPO; return the mean reward and the mean ratio of the probabilities."""
+    # Generate G completions of each of P prompts, from the weights that are served.
+    sampling = SamplingParams(
+        max_tokens=MAX_TOKENS,
+        num_samples=args.group_size,
+        stop_token_ids=renderer.stop_token_ids,
+        seed=args.seed * 1_000_003 + step,
+    )
+    batch = islice(problems, args.groups_per_batch)
+    rollouts_PG = await draw_rollouts(local, renderer, batch, sampling)
+
+    # Reward each; all tokens of a reply share its advantage over the mean of its group.
+    samples, rewards_PG = [], []
+    for rollouts_G in rollouts_PG:
+        rewards_G = np.array([reward(rollout) for rollout in rollouts_G])
+        rewards_PG.append(rewards_G)
+        for rollout, advantage in zip(rollouts_G, rewards_G - rewards_G.mean(), strict=True):
+            advantages_C = np.full(rollout.num_completion_tokens, advantage, dtype=np.float32)
+            samples.append(policy_sample(rollout, advantages_C=advantages_C, temperature=1.0))
+
+    # The gradient, in as many calls as one likes; one step of the optimizer.
+    gradient = await local.forward_backward(samples, loss=GRPOLoss())
+    await local.optim_step(OptimParams(lr=args.lr * min(1.0, step / 10)))
+
+    # The next step samples from the new weights.
+    await local.serve(await local.push())
+    return float(np.mean(rewards_PG)), gradient.ratio_mean
 
 
 async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
-    """Returns (step, greedy accuracy) pairs; the first is of the warmed-up model."""
+    """Return (step, greedy accuracy) pairs; the first is of the warmed-up model."""
     started = time.perf_counter()
     output = Path(args.output)
     if output.exists():
@@ -112,84 +185,25 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
     )
 
     async with LocalBackend(config, spec=spec, hf_assets_path=str(folder)) as local:
-        # Warm-up: cross-entropy on demonstrations; the learning rate rises for 20 steps, then
-        # decays.
-        demonstrated = task.warmup_problems(seed=args.seed)
-        for step in range(args.warmup_steps):
-            samples = []
-            for problem in islice(demonstrated, 64):
-                prompt_ids = prompt_of(problem, renderer).token_ids
-                for reply in problem.demonstrations:
-                    reply_ids = renderer.reply(reply, prompt_ids=prompt_ids)
-                    samples.append(demonstration_sample(prompt_ids, reply_ids))
-            gradient = await local.forward_backward(samples, loss=CrossEntropyLoss())
-            cosine = 0.5 * (1 + math.cos(math.pi * step / args.warmup_steps))
-            lr = args.warmup_lr * min(1.0, (step + 1) / 20) * (0.1 + 0.9 * cosine)
-            await local.optim_step(OptimParams(lr=lr, weight_decay=0.01))
-            if step % 50 == 0 or step == args.warmup_steps - 1:
-                print(
-                    f"warm-up step {step + 1:3}  loss {gradient.loss_mean:.3f} nats a token",
-                    flush=True,
-                )
+        await warm_up(local, renderer, task.warmup_problems(seed=args.seed), args)
         await local.export_hf(str(output / "warm"), dtype="float32")
-        await local.load_checkpoint(
-            str(output / "warm")
-        )  # The same weights, a new optimizer, step 0.
+        # The same weights, a new optimizer, step 0.
+        await local.load_checkpoint(str(output / "warm"))
         await local.serve(await local.push())
-        curve = [(0, await accuracy(local, renderer, held_out))]
+        curve = [(0, await measure_accuracy(local, renderer, held_out))]
         print(
             f"GRPO step   0  greedy accuracy {curve[0][1]:.3f}  "
             f"{time.perf_counter() - started:.0f} s"
         )
 
-        train_problems = task.train_problems(seed=args.seed)
+        problems = task.train_problems(seed=args.seed)
         for step in range(1, args.steps + 1):
-            # Generate G completions of each of P prompts, from the weights that are served.
-            prompts = [
-                prompt_of(problem, renderer)
-                for problem in islice(train_problems, args.groups_per_batch)
-            ]
-            sampling = SamplingParams(
-                max_tokens=MAX_TOKENS,
-                num_samples=args.group_size,
-                stop_token_ids=renderer.stop_token_ids,
-                seed=args.seed * 1_000_003 + step,
-            )
-            groups_PG = await local.generate(
-                [prompt.token_ids for prompt in prompts], sampling=sampling
-            )
-
-            # Reward each; its advantage is what it is better than the mean of its group, for all
-            # its tokens.
-            samples, rewards_PG = [], []
-            for prompt, completions_G in zip(prompts, groups_PG, strict=True):
-                rollouts_G = [
-                    rollout_of(prompt, c, i, renderer) for i, c in enumerate(completions_G)
-                ]
-                rewards_G = np.array([reward(rollout) for rollout in rollouts_G])
-                rewards_PG.append(rewards_G)
-                for rollout, advantage in zip(
-                    rollouts_G, rewards_G - rewards_G.mean(), strict=True
-                ):
-                    advantages_C = np.full(
-                        rollout.num_completion_tokens, advantage, dtype=np.float32
-                    )
-                    samples.append(
-                        policy_sample(rollout, advantages_C=advantages_C, temperature=1.0)
-                    )
-
-            # The gradient, in as many calls as one likes; one step of the optimizer.
-            gradient = await local.forward_backward(samples, loss=GRPOLoss())
-            await local.optim_step(OptimParams(lr=args.lr * min(1.0, step / 10)))
-
-            # Publish: what samples next is the new version.
-            await local.serve(await local.push())
-
+            reward_mean, ratio_mean = await take_grpo_step(local, renderer, problems, step, args)
             if step % args.eval_every == 0 or step == args.steps:
-                curve.append((step, await accuracy(local, renderer, held_out)))
+                curve.append((step, await measure_accuracy(local, renderer, held_out)))
                 print(
                     f"GRPO step {step:3}  greedy accuracy {curve[-1][1]:.3f}  "
-                    f"reward {np.mean(rewards_PG):.3f}  ratio {gradient.ratio_mean:.6f}  "
+                    f"reward {reward_mean:.3f}  ratio {ratio_mean:.6f}  "
                     f"{time.perf_counter() - started:.0f} s",
                     flush=True,
                 )

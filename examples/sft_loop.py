@@ -1,10 +1,9 @@
-"""A supervised loop on conversations: cross-entropy on what the assistant says, and on nothing
-else.
+"""A supervised loop on conversations: cross-entropy on the assistant's words, and on nothing else.
 
     python examples/sft_loop.py --data chats.jsonl --hf_assets_path Qwen/Qwen3-0.6B --steps 200
-    python examples/sft_loop.py                # a tiny random model, on conversations that it writes itself
-    python examples/sft_loop.py --steps 300 --resume outputs/sft_loop/step-200 --output
-    outputs/sft_loop_300
+    python examples/sft_loop.py          # a tiny random model, on conversations written here
+    python examples/sft_loop.py --steps 300 --resume outputs/sft_loop/step-200 \
+        --output outputs/sft_loop_300
 
 A line of the data is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...},
 ...]}, of any number of turns, the last of them the assistant's. Every tenth conversation is held
@@ -25,29 +24,28 @@ from typing import get_args
 
 import numpy as np
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # run as a file, this is found in its own tree
+# Run as a file, the example finds the packages of its own tree.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.local import LocalBackend
 from rl.models.assets import resolve_assets
 from rl.models.hf import HFFolder, write_random_model
 from rl.models.qwen3 import model_registry
-from rl.models.spec import spec_from_hf
+from rl.models.spec import ModelSpec, spec_from_hf
 from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
-from rl.rollouts.samples import TokenSpan, demonstrated_completion, supervised_sample
-from rl.tasks.rows import filled_lines
+from rl.rollouts.samples import TokenSpan, make_demonstrated_completion, make_supervised_sample
+from rl.tasks.rows import read_filled_lines
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.types import Message, OptimParams, Role, TrainingSample
 
 
 def read_conversations(path: Path) -> list[tuple[Message, ...]]:
-    """Raises ValueError, which names the line and what is wrong with it."""
+    """Return the conversations of a file; ValueError names the line and its fault."""
     conversations = []
-    for number, line in filled_lines(path):
+    for number, line in read_filled_lines(path):
         where = f"{path}, line {number}"
         try:
             row = json.loads(line)
@@ -56,16 +54,8 @@ def read_conversations(path: Path) -> list[tuple[Message, ...]]:
         if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
             has = sorted(row) if isinstance(row, dict) else type(row).__name__
             raise ValueError(f"{where} has no list `messages`; it has {has}")
-        for message in row["messages"]:
-            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-                raise ValueError(
-                    f"{where}: {message!r} is no message with a `role` and a text as `content`"
-                )
-            if message.get("role") not in get_args(Role):
-                raise ValueError(
-                    f"{where}: role={message.get('role')!r}: must be one of {get_args(Role)}"
-                )
-        messages = tuple(Message(role=m["role"], content=m["content"]) for m in row["messages"])
+
+        messages = tuple(read_message(message, where=where) for message in row["messages"])
         if len(messages) < 2 or messages[0].role == "assistant" or messages[-1].role != "assistant":
             raise ValueError(
                 f"{where}: a conversation must begin with another role and end with the assistant"
@@ -74,10 +64,19 @@ def read_conversations(path: Path) -> list[tuple[Message, ...]]:
     return conversations
 
 
-def conversation_sample(messages: Sequence[Message], renderer: Renderer) -> TrainingSample:
-    """The conversation's tokens, as in a rollout; those of the assistant's replies are trained
-    on.
-    """
+def read_message(message: object, *, where: str) -> Message:
+    """Return one message of a line; raise ValueError for anything else."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+        raise ValueError(
+            f"{where}: {message!r} is no message with a `role` and a text as `content`"
+        )
+    if message.get("role") not in get_args(Role):
+        raise ValueError(f"{where}: role={message.get('role')!r}: must be one of {get_args(Role)}")
+    return Message(role=message["role"], content=message["content"])
+
+
+def make_conversation_sample(messages: Sequence[Message], renderer: Renderer) -> TrainingSample:
+    """Return a conversation's tokens as in a rollout, of which the assistant's are trained on."""
     spans: list[TokenSpan] = []
     told: list[Message] = []
     reply: np.ndarray | None = None
@@ -87,16 +86,17 @@ def conversation_sample(messages: Sequence[Message], renderer: Renderer) -> Trai
             continue
         if reply is None:
             prompt = renderer.opening(told)
-        else:  # What follows a reply may depend on how that ended.
-            prompt = renderer.continuation(told, after=demonstrated_completion(reply))
+        else:
+            # What follows a reply may depend on how that ended.
+            prompt = renderer.continuation(told, after=make_demonstrated_completion(reply))
         reply = renderer.reply(message.content, prompt_ids=prompt)
         spans += [TokenSpan(prompt, is_reply=False), TokenSpan(reply, is_reply=True)]
         told = []
-    return supervised_sample(spans)
+    return make_supervised_sample(spans)
 
 
 def write_running_sums(path: Path, *, num: int, seed: int) -> None:
-    """Conversations in which somebody adds up: 4 -> 4, 7 -> 11, 3 -> 14."""
+    """Write conversations in which somebody adds up: 4 -> 4, 7 -> 11, 3 -> 14."""
     generator = random.Random(seed)
     rows = []
     for _ in range(num):
@@ -112,33 +112,61 @@ def write_running_sums(path: Path, *, num: int, seed: int) -> None:
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
-def batch_of_step(step: int, *, num_samples: int, batch_size: int, seed: int) -> list[int]:
-    """Places of the samples of step 0, 1, ...: every epoch in an order of its own, which needs no
-    state.
+def choose_batch(step: int, *, num_samples: int, batch_size: int, seed: int) -> list[int]:
+    """Return the places of the samples of a step, counted from 0.
+
+    Every epoch has an order of its own.
     """
-    numbers = range(step * batch_size, (step + 1) * batch_size)
-    epochs = {n // num_samples for n in numbers}
-    order_of = {e: np.random.default_rng((seed, e)).permutation(num_samples) for e in epochs}
-    return [int(order_of[n // num_samples][n % num_samples]) for n in numbers]
+    places = []
+    orders: dict[int, np.ndarray] = {}
+    for number in range(step * batch_size, (step + 1) * batch_size):
+        epoch, place = divmod(number, num_samples)
+        if epoch not in orders:
+            # A function of seed and epoch, so that a resumed run needs no state of a generator.
+            orders[epoch] = np.random.default_rng((seed, epoch)).permutation(num_samples)
+        places.append(int(orders[epoch][place]))
+    return places
 
 
-def lr_at(step: int, args: argparse.Namespace) -> float:
-    """Return the learning rate of a step: linear for `warmup_steps`, then a cosine down to a tenth
-    of the peak.
-    """
+def compute_lr(step: int, args: argparse.Namespace) -> float:
+    """Return the learning rate: linear for `warmup_steps`, then a cosine to a tenth of the peak."""
     rise = min(1.0, (step + 1) / max(args.warmup_steps, 1))
     return args.lr * rise * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
 
 
-async def held_out_loss(local: LocalBackend, samples: Sequence[TrainingSample]) -> float:
-    """Nats a token."""
+async def measure_loss(local: LocalBackend, samples: Sequence[TrainingSample]) -> float:
+    """Return the mean loss of the assistant's tokens, in nats."""
     logprobs = await local.compute_logprobs(samples)
-    values = [logprobs_T[sample.mask] for logprobs_T, sample in zip(logprobs, samples, strict=True)]
+    values = []
+    for logprobs_T, sample in zip(logprobs, samples, strict=True):
+        values.append(logprobs_T[sample.mask])
     return -float(np.concatenate(values).mean())
 
 
+def split_samples(
+    samples: Sequence[TrainingSample], *, max_tokens: int
+) -> tuple[list[TrainingSample], list[TrainingSample]]:
+    """Return the samples to train on and those that are held out, without long ones."""
+    short = [sample for sample in samples if len(sample.token_ids) <= max_tokens]
+    num_long = len(samples) - len(short)
+    print(f"{len(samples)} conversations; {num_long} longer than {max_tokens} tokens left out")
+    # By place: the split is the same for every seed, and for a resumed run.
+    held_out = short[::10]
+    del short[::10]
+    return short, held_out
+
+
+def open_model(args: argparse.Namespace, output: Path) -> tuple[Path, ModelSpec]:
+    """Return the folder of the model that is named, or of a random one, and its spec."""
+    if args.hf_assets_path:
+        folder = resolve_assets(args.hf_assets_path, cache=output)
+        return folder, spec_from_hf(HFFolder(folder).config)
+    spec = model_registry("tiny")
+    return write_random_model(output / "random", spec=spec, seed=args.seed), spec
+
+
 async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
-    """Returns (step, held-out loss) pairs."""
+    """Return (step, held-out loss) pairs."""
     output = Path(args.output)
     if output.exists():
         raise SystemExit(f"--output {output} is there already: name another folder, or remove it")
@@ -148,24 +176,18 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
         write_running_sums(data, num=1000, seed=0)
     conversations = read_conversations(data)
 
-    if args.hf_assets_path:
-        folder = resolve_assets(args.hf_assets_path, cache=output)
-        spec = spec_from_hf(HFFolder(folder).config)
-    else:
-        spec = model_registry("tiny")
-        folder = write_random_model(output / "random", spec=spec, seed=args.seed)
+    folder, spec = open_model(args, output)
     tokenizer, ends = open_tokenizer(folder)
     renderer = make_renderer(
         RendererConfig(keep_replies=True), tokenizer=tokenizer, stop_token_ids=ends
     )
     renderer.check_multi_turn()
-    samples = [conversation_sample(messages, renderer) for messages in conversations]
-    kept = [sample for sample in samples if len(sample.token_ids) <= args.max_tokens]
-    num_long = len(samples) - len(kept)
-    print(f"{len(samples)} conversations; {num_long} longer than {args.max_tokens} tokens left out")
-    held_out, train = kept[::10], [sample for i, sample in enumerate(kept) if i % 10]
+    samples = [make_conversation_sample(messages, renderer) for messages in conversations]
+    train, held_out = split_samples(samples, max_tokens=args.max_tokens)
     if not train:
-        raise SystemExit(f"{data} has {len(kept)} conversations that fit: at least 2 are needed")
+        raise SystemExit(
+            f"{data} has {len(held_out)} conversations that fit: at least 2 are needed"
+        )
 
     config = TrainingEngine.Config(
         training=TrainingConfig(max_tokens_per_microbatch=max(4096, args.max_tokens), max_norm=1.0)
@@ -175,20 +197,20 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
         first = await local.load_checkpoint(args.resume) if args.resume else 0
         if first >= args.steps:
             raise SystemExit(f"--steps {args.steps}: {args.resume} is of step {first} already")
-        curve = [(first, await held_out_loss(local, held_out))]
+        curve = [(first, await measure_loss(local, held_out))]
         print(f"step {first:4}  held-out loss {curve[-1][1]:.4f} nats a token", flush=True)
         for step in range(first, args.steps):
-            places = batch_of_step(
+            places = choose_batch(
                 step, num_samples=len(train), batch_size=args.batch_size, seed=args.seed
             )
             batch = [train[place] for place in places]
             gradient = await local.forward_backward(batch, loss=CrossEntropyLoss())
             update = await local.optim_step(
-                OptimParams(lr=lr_at(step, args), betas=(0.9, 0.95), weight_decay=0.01)
+                OptimParams(lr=compute_lr(step, args), betas=(0.9, 0.95), weight_decay=0.01)
             )
             done = update.policy_version
             if done % args.eval_every == 0 or done == args.steps:
-                curve.append((done, await held_out_loss(local, held_out)))
+                curve.append((done, await measure_loss(local, held_out)))
                 print(
                     f"step {done:4}  held-out loss {curve[-1][1]:.4f}  loss "
                     f"{gradient.loss_mean:.4f}  lr {update.lr:.2e}  gradient norm "

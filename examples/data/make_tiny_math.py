@@ -1,5 +1,4 @@
-"""Writes tiny_math.jsonl, the problems of `configs/gsm8k.tiny`: one or two sums, in GSM8K's
-columns.
+"""Write tiny_math.jsonl, the problems of `configs/gsm8k.tiny`: one or two sums in GSM8K's columns.
 
     python examples/data/make_tiny_math.py
 
@@ -17,8 +16,8 @@ NUM_PROBLEMS = 200
 FILE = Path(__file__).with_name("tiny_math.jsonl")
 
 
-def problem(generator: random.Random) -> dict[str, str]:
-    """Two or three numbers below 30, added or taken off from left to right; never below 0."""
+def make_problem(generator: random.Random) -> dict[str, str]:
+    """Draw two or three numbers below 30, added or taken off from left to right; never below 0."""
     total = generator.randint(2, 29)
     question, steps = str(total), []
     for _ in range(generator.randint(1, 2)):
@@ -31,15 +30,16 @@ def problem(generator: random.Random) -> dict[str, str]:
     return {"question": f"What is {question}?", "answer": f"{', '.join(steps)} #### {total}"}
 
 
-def problems() -> list[dict[str, str]]:
-    """All different."""
+def make_problems() -> list[dict[str, str]]:
+    """Return the problems of the file, all different."""
+    # A fixed seed: the file is in the repository, and a test compares it with these.
     generator = random.Random("tiny math")
     rows: dict[str, dict[str, str]] = {}
     while len(rows) < NUM_PROBLEMS:
-        row = problem(generator)
+        row = make_problem(generator)
         rows[row["question"]] = row
     return list(rows.values())
 
 
 if __name__ == "__main__":
-    FILE.write_text("".join(json.dumps(row) + "\n" for row in problems()), encoding="utf-8")
+    FILE.write_text("".join(json.dumps(row) + "\n" for row in make_problems()), encoding="utf-8")

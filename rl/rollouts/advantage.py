@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -79,57 +79,63 @@ class Advantage:
         """
         _check_sizes(rewards_PG)
         by_token = self.credit == "token"
-        sums_P = [
-            np.array([rewards_C.sum() for rewards_C in group if len(rewards_C)])
-            for group in rewards_PG
-        ]
-        values_P = [self._returns(group) for group in rewards_PG] if by_token else sums_P
-        lengths_PG = [[*map(len, group)] for group in rewards_PG]
-        centered_P = self._centered(values_P, lengths_PG)
-        if self.baseline in ("group_mean", "leave_one_out"):
-            centered_P = [
-                np.zeros_like(values) if not len(sums) or np.ptp(sums) == 0 else values
-                for values, sums in zip(centered_P, sums_P, strict=True)
-            ]
-        return [
-            _split(values.astype(np.float32), lengths, by_token=by_token)
-            for values, lengths in zip(self._scaled(centered_P), lengths_PG, strict=True)
-        ]
+        sums_P, values_P, lengths_PG = [], [], []
+        for rewards_G in rewards_PG:
+            sums = _sum_samples(rewards_G)
+            sums_P.append(sums)
+            values_P.append(self._compute_returns(rewards_G) if by_token else sums)
+            lengths_PG.append([*map(len, rewards_G)])
 
-    def _returns(self, rewards_G: Sequence[np.ndarray]) -> np.ndarray:
+        centered_P = list(self._subtract_baseline(values_P, lengths_PG))
+        if self.baseline in ("group_mean", "leave_one_out"):
+            # Exact zeros: a group of equal rewards must give no gradient, and rounding in the mean
+            # would leave a small one, which a division by the standard deviation makes large.
+            for p, sums in enumerate(sums_P):
+                if not len(sums) or np.ptp(sums) == 0:
+                    centered_P[p] = np.zeros_like(centered_P[p])
+
+        advantages_PG = []
+        for values, lengths in zip(self._divide_by_scale(centered_P), lengths_PG, strict=True):
+            advantages_PG.append(_split(values.astype(np.float32), lengths, by_token=by_token))
+        return advantages_PG
+
+    def _compute_returns(self, rewards_G: Sequence[np.ndarray]) -> np.ndarray:
         """Return the value of every token of a group."""
-        returns = [returns_to_go(rewards_C, discount=self.discount) for rewards_C in rewards_G]
+        returns = [
+            compute_returns_to_go(rewards_C, discount=self.discount) for rewards_C in rewards_G
+        ]
         return np.concatenate([np.zeros(0), *returns])
 
-    def _centered(
+    def _subtract_baseline(
         self, values_P: Sequence[np.ndarray], lengths_PG: Sequence[Sequence[int]]
     ) -> Sequence[np.ndarray]:
         if self.baseline == "none":
             return values_P
         if self.baseline == "leave_one_out":
-            by_token = self.credit == "token"
-            sizes_PG = lengths_PG if by_token else [[1] * len(values) for values in values_P]
-            return [_leave_one_out(*group) for group in zip(values_P, sizes_PG, strict=True)]
-        means_P = _of_pools(_mean, values_P, by_group=self.baseline == "group_mean")
+            centered_P = []
+            for values, lengths_G in zip(values_P, lengths_PG, strict=True):
+                # With credit "sequence" there is one value for each sample, whatever its length.
+                sizes_G = lengths_G if self.credit == "token" else [1] * len(values)
+                centered_P.append(_leave_one_out(values, sizes_G))
+            return centered_P
+        means_P = _compute_by_pool(_compute_mean, values_P, by_group=self.baseline == "group_mean")
         return [values - mean for values, mean in zip(values_P, means_P, strict=True)]
 
-    def _scaled(self, values_P: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    def _divide_by_scale(self, values_P: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         if self.scale == "none":
             return values_P
-        stds_P = _of_pools(self._std, values_P, by_group=self.scale == "group_std")
+        stds_P = _compute_by_pool(self._compute_std, values_P, by_group=self.scale == "group_std")
         return [values / std for values, std in zip(values_P, stds_P, strict=True)]
 
-    def _std(self, values: np.ndarray) -> float:
+    def _compute_std(self, values: np.ndarray) -> float:
         """Return the Bessel-corrected standard deviation plus eps; 1 if all values are equal."""
         if len(values) < 2 or np.ptp(values) == 0:
             return 1.0
         return float(values.std(ddof=1)) + self.eps
 
 
-def returns_to_go(rewards_C: np.ndarray, *, discount: float = 1.0) -> np.ndarray:
-    """Return [C] float64: for each token the sum over k of discount^k times the reward k tokens
-    later.
-    """
+def compute_returns_to_go(rewards_C: np.ndarray, *, discount: float = 1.0) -> np.ndarray:
+    """Return [C] float64: the sum over k of discount^k times the reward k tokens later."""
     if discount == 1:
         return np.cumsum(rewards_C[::-1])[::-1]
     returns_C = rewards_C.astype(np.float64)
@@ -139,26 +145,37 @@ def returns_to_go(rewards_C: np.ndarray, *, discount: float = 1.0) -> np.ndarray
 
 
 def _leave_one_out(values: np.ndarray, sizes_G: Sequence[int]) -> np.ndarray:
-    """Subtract the mean of the other samples' values from each sample's; zeros if there are no
-    others.
-    """
+    """Subtract the mean of the other samples' values from each; zeros if there are no others."""
     values_G = np.split(values, np.cumsum(sizes_G)[:-1])
     total, count = sum(v.sum() for v in values_G), len(values)
-    others_G = [
-        v - (total - v.sum()) / (count - len(v)) if count > len(v) else np.zeros_like(v)
-        for v in values_G
-    ]
-    return np.concatenate(others_G)
+
+    centered_G = []
+    for v in values_G:
+        num_others = count - len(v)
+        if num_others:
+            centered_G.append(v - (total - v.sum()) / num_others)
+        else:
+            centered_G.append(np.zeros_like(v))
+    return np.concatenate(centered_G)
 
 
-def _mean(values: np.ndarray) -> float:
+def _sum_samples(rewards_G: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the sum of rewards of each sample that has tokens."""
+    sums = []
+    for rewards_C in rewards_G:
+        if len(rewards_C):
+            sums.append(rewards_C.sum())
+    return np.array(sums)
+
+
+def _compute_mean(values: np.ndarray) -> float:
     """Return the mean, exact if all values are equal; 0 for no values."""
     if not len(values):
         return 0.0
     return float(values[0] if np.ptp(values) == 0 else values.mean())
 
 
-def _of_pools(
+def _compute_by_pool(
     statistic: Callable[[np.ndarray], float], values_P: Sequence[np.ndarray], *, by_group: bool
 ) -> list[float]:
     """Return a statistic for each group, over the group's values or over the batch's."""
@@ -168,22 +185,31 @@ def _of_pools(
 
 
 def _split(values: np.ndarray, lengths_G: Sequence[int], *, by_token: bool) -> list[np.ndarray]:
-    """Return [G][C] advantages of the tokens from those of tokens, or of all samples that have
-    tokens.
+    """Return [G][C] advantages of tokens.
+
+    `values` are those of the tokens, or of all samples that have tokens.
     """
     if not by_token:
+        # A sample without tokens has no value, so its length is left out here.
         values = np.repeat(values, [length for length in lengths_G if length])
-    ends = [*accumulate(lengths_G)]
-    return [values[end - length : end] for end, length in zip(ends, lengths_G, strict=True)]
+
+    advantages_G = []
+    begin = 0
+    for length in lengths_G:
+        advantages_G.append(values[begin : begin + length])
+        begin += length
+    return advantages_G
 
 
 def _check_sizes(rewards_PG: Sequence[Sequence[np.ndarray]]) -> None:
+    # One look at all values: the loop below, which finds the culprit, is slow in a large batch.
     everything = np.concatenate([np.zeros(0), *chain(*rewards_PG)])
     if np.abs(everything).max(initial=0.0) <= MAX_TOKEN_REWARD:
         return
     for p, rewards_G in enumerate(rewards_PG):
         for g, rewards_C in enumerate(rewards_G):
             largest = float(np.abs(rewards_C).max(initial=0.0))
+            # "not <=" rather than ">", so that NaN is refused too.
             if not largest <= MAX_TOKEN_REWARD:
                 problem = "too large" if math.isfinite(largest) else "not finite"
                 raise ValueError(
@@ -219,7 +245,9 @@ class OverlongPunishment:
         if not self.enable:
             return 0.0
         buffer_tokens = self.buffer_tokens or max(1, max_tokens // 4)
+        # 0 at the beginning of the buffer, 1 at the limit.
         share = (num_tokens - (max_tokens - buffer_tokens)) / buffer_tokens
+        # "0.0 -" rather than a sign, which would give -0.0 for a reply before the buffer.
         return self.penalty * (0.0 - min(max(share, 0.0), 1.0))
 
 

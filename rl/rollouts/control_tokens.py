@@ -40,50 +40,66 @@ class Fragment(NamedTuple):
     """True if a message wrote the text, False if the template did."""
 
 
-def added_tokens(tokenizer: Any) -> dict[int, tuple[str, bool]]:
+def list_added_tokens(tokenizer: Any) -> dict[int, tuple[str, bool]]:
     """Return text and mark "special" of each added token that is more than white space, by id."""
+    tokens: dict[int, tuple[str, bool]] = {}
     decoder = getattr(tokenizer, "added_tokens_decoder", None)
     if decoder is None:
-        found = {token_id: (text, True) for text, token_id in tokenizer.get_added_vocab().items()}
+        # A tokenizer of a user's own may not tell; then every added token counts as special.
+        for text, token_id in tokenizer.get_added_vocab().items():
+            tokens[token_id] = (text, True)
     else:
-        found = {
-            token_id: (token.content, bool(token.special)) for token_id, token in decoder.items()
-        }
-    return {token_id: token for token_id, token in found.items() if token[0].strip(" \t\r\n")}
+        for token_id, token in decoder.items():
+            tokens[token_id] = (token.content, bool(token.special))
+
+    for token_id, (text, _) in list(tokens.items()):
+        # Messages are full of white space, which begins and ends nothing.
+        if not text.strip(" \t\r\n"):
+            del tokens[token_id]
+    return tokens
 
 
-def special_tokens(tokenizer: Any) -> dict[str, int]:
+def list_special_tokens(tokenizer: Any) -> dict[str, int]:
     """Return the ids of the tokens that are marked as special, by text."""
-    return {
-        text: token_id for token_id, (text, special) in added_tokens(tokenizer).items() if special
-    }
+    ids = {}
+    for token_id, (text, special) in list_added_tokens(tokenizer).items():
+        if special:
+            ids[text] = token_id
+    return ids
 
 
-def tokens_in(tokenizer: Any, text: str) -> dict[str, int]:
-    """Return the ids of the added tokens in a template's text, by text; marks of thoughts and words
-    are left out.
+def list_tokens_in(tokenizer: Any, text: str) -> dict[str, int]:
+    """Return the ids of the added tokens in a template's text, by text.
+
+    Marks of thoughts and words are left out.
     """
-    added = {
-        token: token_id
-        for token_id, (token, special) in added_tokens(tokenizer).items()
-        if (special or _MARKUP.fullmatch(token)) and not any(token in mark for mark in _THOUGHTS)
-    }
-    found = {token for _, token in ControlTokens(tokenizer, added).find(text)}
-    return {token: added[token] for token in found}
+    candidates: dict[str, int] = {}
+    for token_id, (token, special) in list_added_tokens(tokenizer).items():
+        # A model writes the marks of its thoughts itself, so they may stand in a reply.
+        is_thought = any(token in mark for mark in _THOUGHTS)
+        if (special or _MARKUP.fullmatch(token)) and not is_thought:
+            candidates[token] = token_id
+
+    ids = {}
+    for _, token in ControlTokens(tokenizer, candidates).find(text):
+        ids[token] = candidates[token]
+    return ids
 
 
 def end_tokens(
     tokenizer: Any, *, end_token_id: int, stop_token_ids: Iterable[int]
 ) -> dict[str, int]:
-    """Return the ids of the tokens that begin, end and pad texts, and of special ones that end
-    replies, by text.
+    """Return the ids of the tokens that begin, end and pad texts, by text.
+
+    Special tokens that end replies are among them.
 
     A stop token that closes a part of the reply (`</answer>`) is left out: without that token, the
     part has no end.
     """
-    added = added_tokens(tokenizer)
+    added = list_added_tokens(tokenizer)
     names = ("eos_token_id", "bos_token_id", "pad_token_id")
     chosen = {end_token_id, *(getattr(tokenizer, name, None) for name in names)}
+    # Some models stop at the end of an answer or a call, which is a part of the reply.
     for token_id in stop_token_ids:
         text, special = added.get(token_id, ("", False))
         if special and not _CLOSING_TAG.fullmatch(text):
@@ -123,14 +139,14 @@ class ControlTokens:
             if start < end:
                 continue
             # There may be thousands of tokens, but they have few lengths.
-            token = next(
-                (t for n in self._lengths if (t := text[start : start + n]) in self.ids), None
-            )
-            if token is not None:
-                yield start, token
-                end = start + len(token)
+            for length in self._lengths:
+                token = text[start : start + length]
+                if token in self.ids:
+                    yield start, token
+                    end = start + len(token)
+                    break
 
-    def first_in(self, text: str) -> str | None:
+    def find_first(self, text: str) -> str | None:
         """Return the first token that a text would bring in, or None."""
         _, token = next(self.find(text), (0, None))
         if token is None and self._normalizer is not None:
@@ -139,23 +155,26 @@ class ControlTokens:
         return token
 
     def encode(self, fragments: Sequence[Fragment]) -> list[int]:
-        """Return the tokens of a text in which only the template's own fragments may contain these
-        tokens.
+        """Return the tokens of a text.
+
+        Only the template's own fragments may contain the tokens of this object.
 
         Raises:
             RefusedMessageError: the tokenizer has no other way to write a token's text.
         """
-        text = "".join(
-            fragment.text if fragment.is_content else self._with_stand_ins(fragment.text)
-            for fragment in fragments
-        )
-        real_ids = {
-            self._open_copy().token_to_id(name): self.ids[token]
-            for token, name in self._stand_ins.items()
-        }
+        text = ""
+        for fragment in fragments:
+            text += fragment.text if fragment.is_content else self._insert_stand_ins(fragment.text)
+        # After the text, because a stand-in is added to the copy when it is first needed.
+        real_ids = {}
+        for token, name in self._stand_ins.items():
+            real_ids[self._open_copy().token_to_id(name)] = self.ids[token]
+
         encoded = self._open_copy().encode(text, add_special_tokens=False).ids
+        # Unknown characters in a message are no attempt to end a turn.
         forbidden = self.token_ids - {getattr(self.tokenizer, "unk_token_id", None)}
-        if brought_in := forbidden.intersection(encoded):
+        brought_in = forbidden.intersection(encoded)
+        if brought_in:
             names = sorted(token for token, token_id in self.ids.items() if token_id in brought_in)
             raise RefusedMessageError(
                 f"the text of the special token {names[0]!r} stands in a message, and the "
@@ -175,15 +194,15 @@ class ControlTokens:
                 token,
             )
 
-    def _with_stand_ins(self, text: str) -> str:
+    def _insert_stand_ins(self, text: str) -> str:
         """Return a template's text with a stand-in for each of its tokens."""
         parts, end = [], 0
         for start, token in self.find(text):
-            parts += [text[end:start], self._stand_in(token)]
+            parts += [text[end:start], self._make_stand_in(token)]
             end = start + len(token)
         return "".join([*parts, text[end:]])
 
-    def _stand_in(self, token: str) -> str:
+    def _make_stand_in(self, token: str) -> str:
         """Return a text that the copy reads as one token, as the tokenizer reads `token`."""
         if token not in self._stand_ins:
             from tokenizers import AddedToken
@@ -198,9 +217,7 @@ class ControlTokens:
         return self._stand_ins[token]
 
     def _open_copy(self) -> Any:
-        """Return a copy of the tokenizer to which the texts of these tokens are ordinary
-        characters.
-        """
+        """Return a copy of the tokenizer to which these tokens' texts are ordinary characters."""
         if self._copy is None:
             from tokenizers import Tokenizer
 
@@ -233,29 +250,23 @@ def split_rendering(
     render: Callable[[Sequence[Message]], str],
     control: ControlTokens,
 ) -> list[Fragment]:
-    """Return the fragments of a rendered conversation, with everything apart that could bring in a
-    token.
+    """Return a rendered conversation, with everything apart that could bring in a token.
 
     Raises:
         RefusedMessageError: the template changes such a message, so that it cannot be found again.
     """
-    unsafe = {
-        number for number, m in enumerate(messages) if control.first_in(m.content) is not None
-    }
-    others = "".join(m.content for number, m in enumerate(messages) if number not in unsafe)
-    if not unsafe or control.first_in(others) is not None:
-        # Messages in a row may make a token together.
-        unsafe = {number for number, m in enumerate(messages) if m.content}
+    # A conversation with a mark in place of each unsafe message shows what the template writes
+    # around them. The nonce keeps a message from containing a mark.
     nonce = secrets.token_hex(8)
-    marked = [
-        replace(m, content=f"{nonce}-{number}-") if number in unsafe else m
-        for number, m in enumerate(messages)
-    ]
+    marked = list(messages)
+    for number in _find_unsafe(messages, control):
+        marked[number] = replace(marked[number], content=f"{nonce}-{number}-")
     text = render(messages)
     before, *rest = re.split(rf"{nonce}-(\d+)-", render(marked))
     fragments, position = [Fragment(before, False)], len(before)
-    for number, after in zip(rest[::2], rest[1::2], strict=True):
-        content = _find_content(text, messages[int(number)].content, after=after, position=position)
+    for place, after in zip(rest[::2], rest[1::2], strict=True):
+        number = int(place)
+        content = _find_content(text, messages[number].content, after=after, position=position)
         fragments += [Fragment(content, True), Fragment(after, False)]
         position += len(content) + len(after)
     if _join(fragments) == text:
@@ -265,27 +276,52 @@ def split_rendering(
     # The template changes a message, such as quotes for JSON. The text of the token itself may be
     # found again.
     fragments = _split_at_tokens(messages, render=render, control=control)
-    own = [fragment.text for fragment in fragments if not fragment.is_content]
-    if _join(fragments) == text and _tokens_of(own, control) == _tokens_of(framing, control):
+    template_texts = []
+    for fragment in fragments:
+        if not fragment.is_content:
+            template_texts.append(fragment.text)
+    has_same_tokens = _list_tokens(template_texts, control) == _list_tokens(framing, control)
+    if has_same_tokens and _join(fragments) == text:
         return fragments
     # The template may also take out the text of the token, such as that of thoughts in earlier
     # replies.
-    if _tokens_of([text], control) == _tokens_of(framing, control):
+    if _list_tokens([text], control) == _list_tokens(framing, control):
         return [Fragment(text, False)]
-    token = next(filter(None, (control.first_in(m.content) for m in messages)), "")
+    tokens = [control.find_first(m.content) for m in messages]
+    first = next(filter(None, tokens), "")
     raise RefusedMessageError(
-        f"the template changes a message that contains the text of the special token {token!r}, so "
+        f"the template changes a message that contains the text of the special token {first!r}, so "
         "that the message cannot be read apart from it: remove the text, or choose another "
         "renderer.kind"
     )
+
+
+def _find_unsafe(messages: Sequence[Message], control: ControlTokens) -> set[int]:
+    """Return the numbers of the messages that could bring in a token, alone or together."""
+    unsafe: set[int] = set()
+    others = ""
+    for number, m in enumerate(messages):
+        if control.find_first(m.content) is None:
+            others += m.content
+        else:
+            unsafe.add(number)
+
+    if unsafe and control.find_first(others) is None:
+        return unsafe
+    # Messages in a row may make a token together.
+    return {number for number, m in enumerate(messages) if m.content}
 
 
 def _join(fragments: Sequence[Fragment]) -> str:
     return "".join(fragment.text for fragment in fragments)
 
 
-def _tokens_of(texts: Iterable[str], control: ControlTokens) -> list[str]:
-    return [token for text in texts for _, token in control.find(text)]
+def _list_tokens(texts: Iterable[str], control: ControlTokens) -> list[str]:
+    tokens = []
+    for text in texts:
+        for _, token in control.find(text):
+            tokens.append(token)
+    return tokens
 
 
 def _split_at_tokens(
@@ -294,9 +330,7 @@ def _split_at_tokens(
     render: Callable[[Sequence[Message]], str],
     control: ControlTokens,
 ) -> list[Fragment]:
-    """Return the fragments of a rendered conversation in which the text of each token in a message
-    is one.
-    """
+    """Return a rendered conversation, with the text of each token in a message apart."""
     nonce = secrets.token_hex(8)
     tokens: list[str] = []
     marked = []
@@ -315,9 +349,7 @@ def _split_at_tokens(
 
 
 def _find_content(text: str, content: str, *, after: str, position: int) -> str:
-    """Return a message as the template wrote it at `position`, or the message itself if the
-    template changed it.
-    """
+    """Return a message as the template wrote it at `position`, or as it is if that changed it."""
     for trim in TRIMMED:
         if text.startswith(trim(content) + after, position):
             return trim(content)

@@ -23,10 +23,11 @@ from collections.abc import (
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast, get_args
 
 from rl.protocols import Environment
-from rl.rollouts.reward_values import MAX_REWARD, as_number
+from rl.rollouts.reward_values import MAX_REWARD, to_number
 from rl.types import Message, Observation, Problem, Reply, Role, as_messages
 from rl.utils.errors import RunError
 from rl.utils.printing import shown
@@ -83,12 +84,15 @@ class SingleTurn:
         pass
 
 
-async def _guarded(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    """Await `function()`; raise RuntimeError for errors that would end the episode or the event
-    loop.
+async def _guard(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """Await `function()`.
+
+    Raises RuntimeError for errors that would end the episode or the event loop.
     """
     try:
         return await function()
+    # Raised in a task of the environments' loop, a SystemExit would end the loop for all of them,
+    # and a CancelledError would look like a cancellation of the episode.
     except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -96,10 +100,11 @@ async def _guarded(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
         raise RuntimeError(f"{type(error).__name__} of an environment") from error
 
 
-async def _with_timer(coroutine: Coroutine[Any, Any, ResultT], timer: asyncio.Timeout) -> ResultT:
-    """Await a coroutine within a time limit, without the cost of a timer if it has nothing to wait
-    for.
-    """
+async def _run_with_timer(
+    coroutine: Coroutine[Any, Any, ResultT], timer: asyncio.Timeout
+) -> ResultT:
+    """Await a coroutine within a time limit; one that does not wait costs no timer."""
+    # The first step by hand: a coroutine that returns at once never reaches the event loop.
     try:
         waits_for = coroutine.send(None)
     except StopIteration as result:
@@ -126,8 +131,9 @@ def _continue(coroutine: Coroutine[Any, Any, Any], waits_for: Any) -> Generator[
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class EnvironmentCalls:
-    """Calls of one opened environment with a time limit, in the environment thread unless it
-    `runs_inline`.
+    """Calls of one opened environment with a time limit.
+
+    They run in the environment thread, unless the environment `runs_inline`.
     """
 
     environment: Environment
@@ -189,9 +195,9 @@ class EnvironmentCalls:
         timer = asyncio.timeout(self.timeout_s)
         try:
             if getattr(self.environment, "runs_inline", False):
-                return await _with_timer(_guarded(function), timer)
+                return await _run_with_timer(_guard(function), timer)
             async with timer:
-                return await self.thread.start(_guarded(function))
+                return await self.thread.start(_guard(function))
         except RunError:
             raise
         except Exception as error:
@@ -218,8 +224,9 @@ class Environments:
     async def opened(
         self, problems: Iterable[Problem], *, num: int = 1
     ) -> AsyncIterator[list[list[EnvironmentCalls]]]:
-        """Make and open `num` environments of each problem; close them at the end, where errors are
-        only logged.
+        """Make and open `num` environments of each problem, and close them at the end.
+
+        Errors of closing are only logged.
 
         Raises ValueError with the problem if one cannot be made, or does not open as the others of
         its problem.
@@ -227,26 +234,33 @@ class Environments:
         groups: list[list[EnvironmentCalls]] = []
         try:
             for problem in problems:
-                groups.append([])
-                groups[-1] += (self._made(problem) for _ in range(num))
-                _check_distinct(groups[-1])
+                # Appended before it is filled, so that an error closes what has been made.
+                group: list[EnvironmentCalls] = []
+                groups.append(group)
+                while len(group) < num:
+                    group.append(self._make(problem))
+                _check_distinct(group)
+
             for group in groups:
-                openings = [calls.open() for calls in group]
-                if any(opening != openings[0] for opening in openings):
-                    raise ValueError(
-                        f"environments of problem {shown(group[0].problem.id)} open differently, "
-                        "but a group has one prompt: let `opening` depend on the problem alone"
-                    )
+                for calls in group:
+                    if calls.open() != group[0].messages:
+                        raise ValueError(
+                            f"environments of problem {shown(group[0].problem.id)} open "
+                            "differently, but a group has one prompt: let `opening` depend on the "
+                            "problem alone"
+                        )
             yield groups
         finally:
-            closing = [
-                calls.close() for group in groups for calls in group if not calls.ends_at_once
-            ]
+            closing = []
+            for calls in chain.from_iterable(groups):
+                # The environment of a single turn has nothing to close.
+                if not calls.ends_at_once:
+                    closing.append(calls.close())
             for error in await asyncio.gather(*closing, return_exceptions=True):
                 if isinstance(error, Exception):
                     logger.warning("an environment could not be closed: %r", error, exc_info=error)
 
-    def _made(self, problem: Problem) -> EnvironmentCalls:
+    def _make(self, problem: Problem) -> EnvironmentCalls:
         try:
             environment = self.make(problem.private())  # Episodes of a group must not share data.
         except Exception as error:
@@ -262,11 +276,9 @@ class Environments:
 
 
 def _check_distinct(group: Sequence[EnvironmentCalls]) -> None:
-    """Raise ValueError if episodes share an environment that keeps a state; one of a single turn
-    has none.
-    """
-    num_environments = len({id(calls.environment) for calls in group})
-    if num_environments == len(group) or all(calls.ends_at_once for calls in group):
+    """Raise ValueError if episodes share an environment that keeps a state."""
+    environments = {id(calls.environment) for calls in group}
+    if len(environments) == len(group) or all(calls.ends_at_once for calls in group):
         return
     raise ValueError(
         f"two episodes of problem {shown(group[0].problem.id)} got the same environment, a "
@@ -275,8 +287,9 @@ def _check_distinct(group: Sequence[EnvironmentCalls]) -> None:
 
 
 def _check_observation(observation: Any) -> Observation:
-    """Return an observation with numbers as floats; raise TypeError or ValueError for an invalid
-    field.
+    """Return an observation with numbers as floats.
+
+    Raises TypeError or ValueError for an invalid field.
     """
     if not isinstance(observation, Observation):
         raise TypeError(f"`step` returned {shown(observation)}, which is not an Observation")
@@ -287,7 +300,8 @@ def _check_observation(observation: Any) -> Observation:
             f"reward={reward:g}: must be within {MAX_REWARD:g} of 0; divide it by a constant"
         )
     metrics = {name: _read_number(name, value) for name, value in observation.metrics.items()}
-    if {type(value) for value in (observation.reward, *observation.metrics.values())} == {float}:
+    # Nearly every environment gives floats, and this runs at each turn: no copy then.
+    if set(map(type, (observation.reward, *observation.metrics.values()))) == {float}:
         return observation
     return replace(observation, reward=reward, metrics=metrics)
 
@@ -296,7 +310,7 @@ def _read_number(name: Any, value: Any) -> float:
     if not isinstance(name, str):
         raise ValueError(f"metrics has the key {shown(name)}: a name must be a text")
     try:
-        number = as_number(value)
+        number = to_number(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):

@@ -14,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 
@@ -114,22 +114,31 @@ class Episodes:
                 no room.
         """
         async with self.environments.opened(problems, num=sampling.num_samples) as environments:
+            # The first reply must have room for its most tokens; later ones get what is left.
             room = self.limit - sampling.max_tokens
-            prompts = [
-                render_prompt(problem, group[0].messages, renderer=self.renderer, max_tokens=room)
-                for problem, group in zip(problems, environments, strict=True)
-            ]
-            firsts = await self._draw([p.token_ids for p in prompts], sampling, session)
+            prompts, prompt_ids = list[Prompt](), list[np.ndarray]()
+            for problem, group in zip(problems, environments, strict=True):
+                # The environments of a group open alike, so they share one prompt.
+                messages = group[0].messages
+                prompt = render_prompt(problem, messages, renderer=self.renderer, max_tokens=room)
+                prompts.append(prompt)
+                prompt_ids.append(prompt.token_ids)
+            firsts = await self._draw(prompt_ids, sampling, session)
+
+            # Lazy: a coroutine that is made and never awaited, because one before failed, warns.
             episodes = (
-                self._play(environment, prompt, i, completion, sampling=sampling, session=session)
-                for group, prompt, completions in zip(environments, prompts, firsts, strict=True)
-                for i, (environment, completion) in enumerate(zip(group, completions, strict=True))
+                self._play(*start, sampling=sampling, session=session)
+                for start in _list_starts(environments, prompts, firsts)
             )
-            # Episodes that wait for nothing need no task of their own.
-            at_once = all(environment.ends_at_once for environment in chain(*environments))
-            ended = [await e for e in episodes] if at_once else await all_or_cancel(episodes)
-            rollouts = iter(ended)
-            return [[next(rollouts) for _ in group] for group in environments]
+            rollouts = []
+            if all(environment.ends_at_once for environment in chain(*environments)):
+                # Episodes that wait for nothing need no task of their own.
+                for episode in episodes:
+                    rollouts.append(await episode)
+            else:
+                rollouts = await all_or_cancel(episodes)
+            in_order = iter(rollouts)
+            return [list(islice(in_order, len(group))) for group in environments]
 
     @property
     def limit(self) -> int:
@@ -143,7 +152,8 @@ class Episodes:
         """Return completions of the generator, and count their time and tokens."""
         with self.generating.active():
             groups = await self.generator.generate(prompts, sampling=sampling, session=session)
-        self.num_generated_tokens += sum(len(c.token_ids) for group in groups for c in group)
+        for completion in chain.from_iterable(groups):
+            self.num_generated_tokens += len(completion.token_ids)
         return groups
 
     async def _play(
@@ -169,20 +179,23 @@ class Episodes:
             try:
                 observation = await environment.step(Reply(text=text, completion=completion))
             except EnvironmentFailedError as error:
-                return _failed([*turns, turn()], error, prompt=prompt, sample=sample)
+                return _fail([*turns, turn()], error, prompt=prompt, sample=sample)
             turns.append(turn(observation=observation))
+
             end = self._end(turns, started=started)
             if end is None:
                 messages = observation.messages
                 try:
-                    prompt_ids = self._continuation(messages, after=completion)
+                    prompt_ids = self._render_continuation(messages, after=completion)
                 except EnvironmentFailedError as error:
-                    return _failed(turns, error, prompt=prompt, sample=sample)
+                    return _fail(turns, error, prompt=prompt, sample=sample)
+            # A further turn needs room for at least one token of a reply.
             room = self.limit - sum(map(len, tokens)) - len(prompt_ids)
             if end is None and room < 1:
                 end = "tokens"
             if end is not None:
                 return Rollout(prompt=prompt, sample=sample, turns=tuple(turns), end=end)
+
             max_tokens = min(sampling.max_tokens, room)
             seed = _turn_seed(sampling.seed, prompt.problem, sample, turn=len(turns))
             one = replace(sampling, num_samples=1, max_tokens=max_tokens, seed=seed)
@@ -190,9 +203,10 @@ class Episodes:
                 [np.concatenate([*tokens, prompt_ids])], one, session
             )
 
-    def _continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
-        """Return the next turn's prompt tokens; raise EnvironmentFailedError if the messages cannot
-        be rendered.
+    def _render_continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
+        """Return the next turn's prompt tokens.
+
+        Raises EnvironmentFailedError if the messages cannot be rendered.
         """
         try:
             return self.renderer.continuation(messages, after=after)
@@ -210,7 +224,23 @@ class Episodes:
         return "time" if now_s() - started > self.limits.timeout_s else None
 
 
-def _failed(
+Start = tuple[EnvironmentCalls, Prompt, int, Completion]
+"""Environment, prompt, number in the group and first completion of an episode."""
+
+
+def _list_starts(
+    environments: Sequence[Sequence[EnvironmentCalls]],
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+) -> Iterator[Start]:
+    """Yield the start of each episode, group by group."""
+    for group, prompt, completions_G in zip(environments, prompts, completions, strict=True):
+        for sample, pair in enumerate(zip(group, completions_G, strict=True)):
+            environment, completion = pair
+            yield environment, prompt, sample, completion
+
+
+def _fail(
     turns: Sequence[Turn], error: EnvironmentFailedError, *, prompt: Prompt, sample: int
 ) -> Rollout:
     """Return a rollout whose environment failed in its last turn, and log why."""

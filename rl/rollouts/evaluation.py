@@ -6,8 +6,10 @@ Shape legend: P problems, G samples of each.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from rl.config.configurable import unless
 from rl.config.tree import check_bounds
@@ -57,12 +59,16 @@ class EvaluatedSet:
     @property
     def failures(self) -> list[str]:
         """Failures of greedy and sampled rollouts."""
-        pairs = [*self.greedy, *(pair for group in self.sampled for pair in group)]
-        return [score.failure for _, score in pairs if score.failure is not None]
+        failures = []
+        for _, score in chain(self.greedy, *self.sampled):
+            if score.failure is not None:
+                failures.append(score.failure)
+        return failures
 
-    def sampled_correct(self) -> Iterator[tuple[str, list[bool]]]:
-        """Yield each problem's id with the correctness of its sampled replies, without failed
-        ones.
+    def iterate_sampled_correct(self) -> Iterator[tuple[str, list[bool]]]:
+        """Yield each problem's id and the correctness of its sampled replies.
+
+        Failed ones are left out.
         """
         for group in self.sampled:
             correct_G = [score.correct for _, score in group if score.failure is None]
@@ -83,28 +89,39 @@ class EvaluationResult:
         """
         merged: dict[str, Metric] = {}
         for place, done in enumerate(self.sets):
+            # The first set is that of the run's curve, so its metrics have the short names.
             prefix = f"eval/{done.name}" if place else "eval"
-            whole = [(r, s) for r, s in done.greedy if s.failure is None]
-            merged |= score_metrics([score for _, score in whole], prefix=prefix)
+            rollouts, scores = list[Rollout](), list[Score]()
+            for rollout, score in done.greedy:
+                if score.failure is None:
+                    rollouts.append(rollout)
+                    scores.append(score)
+            merged |= score_metrics(scores, prefix=prefix)
             merged[f"{prefix}/num_failed"] = Sum(len(done.failures))
+
             parts: list[dict[str, Metric]] = [{"num_problems": Sum(len(done.greedy))}]
-            parts += [{"correct": Mean(s.correct), "reward": Mean(s.reward)} for _, s in whole]
-            nums_turns = [len(rollout.turns) for rollout, _ in whole]
-            if max(nums_turns, default=1) > 1:
-                parts += [{"turns_mean": Mean(num)} for num in nums_turns]
-            parts += [_pass_metrics(correct_G) for _, correct_G in done.sampled_correct()]
-            merged |= {f"{prefix}/{name}": metric for name, metric in merge(parts).items()}
+            for score in scores:
+                parts.append({"correct": Mean(score.correct), "reward": Mean(score.reward)})
+            # A set of single-turn problems has no metric that is always 1.
+            if any(len(rollout.turns) > 1 for rollout in rollouts):
+                for rollout in rollouts:
+                    parts.append({"turns_mean": Mean(len(rollout.turns))})
+            for _, correct_G in done.iterate_sampled_correct():
+                parts.append(_pass_metrics(correct_G))
+            for name, metric in merge(parts).items():
+                merged[f"{prefix}/{name}"] = metric
         return merged
 
     def pass_rates(self) -> dict[str, float]:
-        """Return the share of right replies among each problem's sampled ones, by id, without
-        failed ones.
+        """Return the share of right replies among each problem's sampled ones, by id.
+
+        Failed ones are left out.
         """
-        return {
-            problem_id: sum(correct_G) / len(correct_G)
-            for done in self.sets
-            for problem_id, correct_G in done.sampled_correct()
-        }
+        rates = {}
+        for done in self.sets:
+            for problem_id, correct_G in done.iterate_sampled_correct():
+                rates[problem_id] = sum(correct_G) / len(correct_G)
+        return rates
 
 
 @dataclass(kw_only=True, slots=True)
@@ -126,9 +143,12 @@ class Evaluator:
         return sum(map(len, self.sets.values()))
 
     async def run(self) -> EvaluationResult:
-        """Evaluate the weights that the generator has now; raise RunError if too many rollouts have
-        no score.
+        """Evaluate the weights that the generator has now.
+
+        Raises RunError if too many rollouts have no score.
         """
+        # Greedy replies need no seed; sampled ones get the same at every evaluation, so that two
+        # evaluations differ by their weights alone.
         greedy = replace(self.sampling, temperature=0.0, num_samples=1, seed=None)
         sampled = replace(
             self.sampling,
@@ -138,31 +158,39 @@ class Evaluator:
         )
         sets: list[EvaluatedSet] = []
         for name, problems in self.sets.items():
-            firsts = await self._scored(name, problems, greedy)
-            further = (
-                await self._scored(name, problems, sampled) if self.settings.num_samples else []
-            )
+            firsts = await self._score(name, problems, greedy)
+            further = []
+            if self.settings.num_samples:
+                further = await self._score(name, problems, sampled)
             sets.append(
-                EvaluatedSet(name=name, greedy=[pair for (pair,) in firsts], sampled=further)
+                EvaluatedSet(name=name, greedy=list(chain.from_iterable(firsts)), sampled=further)
             )
         return EvaluationResult(sets=sets)
 
-    async def _scored(
+    async def _score(
         self, name: str, problems: Sequence[Problem], sampling: SamplingParams
     ) -> list[list[tuple[Rollout, Score]]]:
-        """Return the [P][G] rollouts of a set with their scores; raise RunError if too many
-        failed.
+        """Return the [P][G] rollouts of a set with their scores.
+
+        Raises RunError if too many failed.
         """
         # No session, which would send all requests to one generator.
         groups = await self.episodes.run(problems, sampling=sampling)
         # The single reply to a problem cannot be compared with others.
         scores = await self.rewarder.score(groups, alone=sampling.num_samples == 1)
-        pairs_PG = [list(zip(*pair, strict=True)) for pair in zip(groups, scores, strict=True)]
-        failures = [score.failure for of_group in scores for score in of_group]
+        pairs_PG = []
+        for rollouts_G, scores_G in zip(groups, scores, strict=True):
+            pairs_PG.append(list(zip(rollouts_G, scores_G, strict=True)))
+
+        failures = []
+        for score in chain.from_iterable(scores):
+            if score.failure is not None:
+                failures.append(score.failure)
+        num_scored = sum(map(len, scores))
         check_failures(
-            [failure for failure in failures if failure is not None],
-            num_scored=len(failures),
-            out_of=len(failures),
+            failures,
+            num_scored=num_scored,
+            out_of=num_scored,
             max_share=self.max_failed,
             where=f"in the evaluation of {name!r}",
         )
@@ -179,28 +207,39 @@ def pass_at(k: int, *, num_samples: int, num_correct: int) -> float:
 
 def _pass_metrics(correct_G: Sequence[bool]) -> dict[str, Metric]:
     num_samples, num_correct = len(correct_G), sum(correct_G)
-    powers_of_two = (2**i for i in range(num_samples.bit_length()))
-    return {
-        f"{PASS_AT}{k}": Mean(pass_at(k, num_samples=num_samples, num_correct=num_correct))
-        for k in powers_of_two
-    }
+    metrics: dict[str, Metric] = {}
+    k = 1
+    while k <= num_samples:
+        share = pass_at(k, num_samples=num_samples, num_correct=num_correct)
+        metrics[f"{PASS_AT}{k}"] = Mean(share)
+        k *= 2
+    return metrics
 
 
 def score_metrics(scores: Sequence[Score], *, prefix: str = "reward") -> dict[str, Metric]:
-    """Return the unweighted mean `<prefix>/<name>` of each reward function, and counts of bad
-    scores.
+    """Return the mean `<prefix>/<name>` of each reward function, and counts of bad scores.
+
+    Means are unweighted.
 
     A function that has the name of another metric is reported as `function_<name>`. All scores of a
     step must be passed at once: the environment's part, missing where it is 0, is averaged over all
     of them if any has it.
     """
     good = [score for score in scores if score.failure is None]
+    # Tasks of a mixture have different functions, so not every score has every part.
+    values_by_name: dict[str, list[float]] = defaultdict(list)
+    num_unparsed = 0
+    for score in good:
+        num_unparsed += bool(score.unparsed)
+        for name, value in score.parts.items():
+            values_by_name[name].append(value)
+
     metrics: dict[str, Metric] = {
         f"{prefix}/num_failed": Sum(len(scores) - len(good)),
-        f"{prefix}/num_unparsed": Sum(sum(bool(score.unparsed) for score in good)),
+        f"{prefix}/num_unparsed": Sum(num_unparsed),
     }
-    for name in dict.fromkeys(name for score in good for name in score.parts):
-        values = [score.parts[name] for score in good if name in score.parts]
+    for name, values in values_by_name.items():
+        # A missing part of the environment is a 0, a missing part of a function is no value.
         count = len(good) if name == ENVIRONMENT else len(values)
         is_taken = name in OF_STEP | OF_EVALUATION or name.startswith(PASS_AT)
         metrics[f"{prefix}/{'function_' if is_taken else ''}{name}"] = Mean(sum(values), count)

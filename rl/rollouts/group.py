@@ -53,16 +53,20 @@ class Group:
     """[<=G], without failed rollouts and scores."""
 
     def __post_init__(self) -> None:
-        pairs = zip(self.rollouts, self.scores, strict=True)
-        scored = [ScoredRollout(rollout=r, score=s) for r, s in pairs if s.failure is None]
+        scored = []
+        for rollout, score in zip(self.rollouts, self.scores, strict=True):
+            if score.failure is None:
+                scored.append(ScoredRollout(rollout=rollout, score=score))
+        # The class is frozen, and this field follows from the others.
         object.__setattr__(self, "scored", scored)
 
 
 def check_failures(
     failures: Sequence[str], *, num_scored: int, out_of: int, max_share: float, where: str
 ) -> None:
-    """Raise RunError with the first failure if the failures are more than `max_share` of `out_of`
-    rewards.
+    """Raise RunError if the failures are more than `max_share` of `out_of` rewards.
+
+    The error has the first failure.
     """
     # Compare the quotient, because 0.29 * 100 is less than 29.
     if failures and len(failures) / out_of > max_share:
@@ -91,8 +95,10 @@ def token_rewards(member: ScoredRollout, *, by_turn: bool) -> np.ndarray:
     rewards_C = np.zeros(member.rollout.num_completion_tokens, dtype=np.float64)
     rewards_C[-1] = member.score.reward + member.score.overlong
     if by_turn:
-        ends = np.cumsum([len(turn.completion.token_ids) for turn in member.rollout.turns]) - 1
-        for end, turn in zip(ends, member.rollout.turns, strict=True):
+        end = -1
+        for turn in member.rollout.turns:
+            end += len(turn.completion.token_ids)
+            # The score's reward contains the environment's, which moves from the last token.
             rewards_C[end] += turn.observation.reward
             rewards_C[-1] -= turn.observation.reward
     return rewards_C
@@ -116,9 +122,11 @@ class RolloutWorker:
     scoring: BusyClock = field(default_factory=BusyClock)
 
     async def run(self, number: int, problem: Problem) -> Group:
-        """Draw and score one group; the result depends only on its number, the run's seed and the
-        weights.
+        """Draw and score one group.
+
+        The result depends only on its number, the run's seed and the weights.
         """
+        # The seeds of two runs do not meet in their first million groups.
         sampling = replace(self.sampling, seed=self.seed * 1_000_003 + number)
         try:
             (rollouts,) = await self.episodes.run(
@@ -130,15 +138,17 @@ class RolloutWorker:
             if not self.drop_long_prompts:
                 raise
             return _leave_out(number, error, is_refused=False)
+        # Before the scores: the time between is that of the rewards, not of generation.
         generated_at = now_s()
         with self.scoring.active():
             (scores,) = await self.rewarder.score([rollouts])
-        scores = [self._with_overlong(r, s) for r, s in zip(rollouts, scores, strict=True)]
+        scores = [self._add_overlong(r, s) for r, s in zip(rollouts, scores, strict=True)]
         return Group(number=number, rollouts=rollouts, scores=scores, generated_at=generated_at)
 
-    def _with_overlong(self, rollout: Rollout, score: Score) -> Score:
-        """Add the overlong punishment of the last reply; one that ran out of tokens counts as one
-        at the limit.
+    def _add_overlong(self, rollout: Rollout, score: Score) -> Score:
+        """Add the overlong punishment of the last reply.
+
+        A reply that ran out of tokens counts as one at the limit.
         """
         if not self.overlong.enable:
             return score

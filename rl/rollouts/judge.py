@@ -1,5 +1,6 @@
-"""A language model as a judge: a reward function that asks a server for a grade; docs/rewards.md
-has an example.
+"""A language model as a judge: a reward function that asks a server for a grade.
+
+docs/rewards.md has an example.
 
 Any server with OpenAI's chat completions API will do, such as `vllm serve`.
 """
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 import openai
 
 from rl.config.tree import check_bounds
-from rl.rollouts.replies import answer_part, has_open_thought, split_reply
+from rl.rollouts.replies import answer_part, is_thought_open, split_reply
 from rl.rollouts.rubric import UnparsedAnswer
 from rl.types import Rollout
 from rl.utils.numbers import MAGNITUDE, find_numbers, with_ascii_digits
@@ -74,9 +75,7 @@ class Grade(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberGrade:
-    """Grade that is the last number the pattern finds, from `lowest` to `highest`, mapped to
-    0..1.
-    """
+    """The last number that the pattern finds, from `lowest` to `highest`, mapped to 0..1."""
 
     lowest: float = 0.0
     highest: float = 10.0
@@ -92,13 +91,15 @@ class NumberGrade:
         _check_has_group(self.pattern)
 
     def read(self, text: str) -> float | None:
-        found = list(re.finditer(self.pattern, with_ascii_digits(text)))
-        if not found or found[-1][1] is None:
+        # A judge that thinks aloud names several grades; the last one is its own.
+        matches = list(re.finditer(self.pattern, with_ascii_digits(text)))
+        if not matches or matches[-1][1] is None:
             return None
-        written, out_of = found[-1][1], found[-1][2] if found[-1].re.groups > 1 else None
+        last = matches[-1]
+        written, out_of = last[1], last[2] if last.re.groups > 1 else None
         try:
-            number = _number(written)
-            is_other_scale = out_of is not None and _number(out_of) != self.highest
+            number = _parse_number(written)
+            is_other_scale = out_of is not None and _parse_number(out_of) != self.highest
         except (OverflowError, ValueError, ZeroDivisionError):
             return None
         if is_other_scale or not self.lowest <= number <= self.highest:
@@ -107,9 +108,7 @@ class NumberGrade:
 
 
 def _check_has_group(pattern: str) -> None:
-    """Raise ValueError for a pattern that is invalid, or that does not say which part of a match is
-    the grade.
-    """
+    """Raise ValueError for a pattern that is invalid, or that has no group for the grade."""
     try:
         num_groups = re.compile(pattern).groups
     except re.error as error:
@@ -118,9 +117,10 @@ def _check_has_group(pattern: str) -> None:
         raise ValueError(f"pattern={pattern!r}: must have a group in parentheses around the grade")
 
 
-def _number(written: str) -> float:
-    """Return the number, whatever its sign and separators are (`rl.utils.numbers`); ValueError for
-    another text.
+def _parse_number(written: str) -> float:
+    """Return the number, whatever its sign and separators are (`rl.utils.numbers`).
+
+    Raises ValueError for another text.
     """
     if not re.fullmatch(rf"[-+]?{MAGNITUDE}", written.strip()):
         raise ValueError(f"{written!r} is not a number alone")
@@ -136,21 +136,25 @@ class LabelGrade:
     """Regular expression whose first group is the label; `{labels}` stands for all of them."""
 
     def __post_init__(self) -> None:
-        if len({label.lower() for label in self.labels}) < 2 or "" in self.labels:
+        if len(set(map(str.lower, self.labels))) < 2 or "" in self.labels:
             raise ValueError(f"labels={dict(self.labels)}: must be at least two different words")
         if not all(map(math.isfinite, self.labels.values())):
             raise ValueError(f"labels={dict(self.labels)}: every value must be a finite number")
-        _check_has_group(self._filled_pattern())
+        _check_has_group(self._fill_pattern())
 
-    def _filled_pattern(self) -> str:
+    def _fill_pattern(self) -> str:
         # Longest first, because one label may be the beginning of another.
-        labels = "|".join(re.escape(label) for label in sorted(self.labels, key=len, reverse=True))
-        return self.pattern.replace("{labels}", labels)
+        longest_first = sorted(self.labels, key=len, reverse=True)
+        return self.pattern.replace("{labels}", "|".join(map(re.escape, longest_first)))
 
     def read(self, text: str) -> float | None:
-        found = [match[1] for match in re.finditer(self._filled_pattern(), text)]
-        values = {label.lower(): float(value) for label, value in self.labels.items()}
-        return values.get(found[-1].lower()) if found and found[-1] is not None else None
+        label = None
+        for match in re.finditer(self._fill_pattern(), text):
+            label = match[1]  # the last one counts
+        if label is None:
+            return None
+        values = {name.lower(): float(value) for name, value in self.labels.items()}
+        return values.get(label.lower())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,30 +205,33 @@ class Judge:
             )
         if not self.model:
             raise ValueError("model='': must be the name of the model on the server")
-        if not {"{reply}", "{conversation}"} & {m[0] for m in PLACEHOLDER.finditer(self.template)}:
+        # A prompt without the reply would give all replies to a question the same grade.
+        if "{reply}" not in self.template and "{conversation}" not in self.template:
             raise ValueError(
                 f"template={shortened(self.template)!r}: must contain {{reply}} or {{conversation}}"
             )
         check_bounds(self, "max_tokens", "max_concurrency", at_least=1)
         check_bounds(self, "max_retries", "temperature", at_least=0)
         check_bounds(self, "timeout_s", above=0, below=math.inf)
-        _key(self.api_key_env)
+        # Now rather than at the first reward, which is computed after the models have been loaded.
+        _read_key(self.api_key_env)
 
     async def __call__(self, rollout: Rollout) -> float:
         """Return the grade; raises JudgeError if there is none, and UnparsedAnswer for a thought
         without an end.
         """
-        if has_open_thought(rollout.text):
+        if is_thought_open(rollout.text):
             raise UnparsedAnswer("the reply ends within a thought")
         text = await self._ask(self.prompt(rollout))
         number = self.grade.read(text)
         if number is None:
-            raise self._error(f"no valid grade is in its answer {self._clean(text)!r}")
+            raise self._make_error(f"no valid grade is in its answer {self._clean(text)!r}")
         return number
 
     def prompt(self, rollout: Rollout) -> str:
         """Fill the rollout into the template; braces in the rollout are not expanded."""
         problem, reply = rollout.prompt.problem, rollout.text
+        # `answer_part` strips; a reply without thoughts is shown as it was written.
         has_thoughts = any(part.kind == "thought" for part in split_reply(reply))
         texts = {
             "question": problem.question,
@@ -232,6 +239,7 @@ class Judge:
             "reply": answer_part(reply) if has_thoughts else reply,
             "conversation": "\n\n".join(f"{m.role}: {m.content}" for m in rollout.messages),
         }
+        # One pass over the template, so that a placeholder within the rollout stays as it is.
         return PLACEHOLDER.sub(lambda match: texts[match[1]], self.template)
 
     async def _ask(self, prompt: str) -> str:
@@ -246,69 +254,70 @@ class Judge:
                 extra_body=dict(self.extra_body),
             )
         except openai.APIStatusError as error:
-            raise self._error(
+            raise self._make_error(
                 f"HTTP {error.status_code}: {self._clean(error.response.text)}"
             ) from None
         except openai.APITimeoutError:
-            raise self._error(f"no answer within timeout_s={self.timeout_s:g}") from None
+            raise self._make_error(f"no answer within timeout_s={self.timeout_s:g}") from None
         except openai.APIConnectionError as error:
-            proxy = self._proxy()
+            proxy = self._find_proxy()
             through = "" if proxy is None else f" through the proxy of {proxy}"
-            raise self._error(
+            raise self._make_error(
                 f"no connection{through}: {self._clean(repr(error.__cause__))}"
             ) from None
-        return self._text(answer.text)
+        return self._extract_text(answer.text)
 
     def _open_client(self) -> openai.AsyncOpenAI:
-        key = _key(self.api_key_env) or "none"  # the client refuses an empty key
+        key = _read_key(self.api_key_env) or "none"  # the client refuses an empty key
         settings: dict[str, Any] = {"timeout": self.timeout_s, "max_retries": self.max_retries}
         try:
-            return _client(
+            return _get_client(
                 asyncio.get_running_loop(), base_url=self.base_url, api_key=key, **settings
             )
         except Exception as error:
-            proxy = self._proxy()
+            proxy = self._find_proxy()
             if proxy is None:
                 raise
             # Errors of an address may quote its password; an ImportError names the package that
             # SOCKS needs.
             reason = str(error) if isinstance(error, ImportError) else "its address is not valid"
-            raise self._error(f"the proxy of {proxy} cannot be used: {reason}") from None
+            raise self._make_error(f"the proxy of {proxy} cannot be used: {reason}") from None
 
-    def _proxy(self) -> str | None:
+    def _find_proxy(self) -> str | None:
         return None if leads_here(self.base_url) else used_proxy(self.base_url)
 
-    def _text(self, body: str) -> str:
+    def _extract_text(self, body: str) -> str:
         """Return the judge's text from the body of the server's answer."""
         try:
             choice = json.loads(body)["choices"][0]
             text, reason = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise self._error(f"no chat completion came back: {self._clean(body)!r}") from None
+            raise self._make_error(f"no chat completion came back: {self._clean(body)!r}") from None
         if reason == "length":
             limit = (
                 "the server's own limit"
                 if self.max_tokens is None
                 else f"max_tokens={self.max_tokens}"
             )
-            raise self._error(f"its answer was cut off at {limit}: {self._clean(str(text))!r}")
+            raise self._make_error(f"its answer was cut off at {limit}: {self._clean(str(text))!r}")
         if not isinstance(text, str):
-            raise self._error(f"its answer has no text: {self._clean(body)!r}")
+            raise self._make_error(f"its answer has no text: {self._clean(body)!r}")
         return text
 
-    def _error(self, what: str) -> JudgeError:
+    def _make_error(self, what: str) -> JudgeError:
         return JudgeError(f"judge {self.model!r} at {self.base_url}: {what}")
 
     def _clean(self, text: str) -> str:
         """Shorten an answer for a message and remove the key, which a server may echo."""
-        key = _key(self.api_key_env)
+        key = _read_key(self.api_key_env)
         return shortened(text.replace(key, "***") if key else text)
 
 
 @functools.lru_cache(maxsize=16)
-def _client(loop: asyncio.AbstractEventLoop, **settings: Any) -> openai.AsyncOpenAI:
-    """Return the client of an event loop, to which its connections belong; it reaches this machine
-    without a proxy.
+def _get_client(loop: asyncio.AbstractEventLoop, **settings: Any) -> openai.AsyncOpenAI:
+    """Return the client of an event loop, to which its connections belong.
+
+    It reaches this machine without a proxy.
 
     openai's own HTTP client would fail later, when it is deleted, if the proxy's address is not
     valid.
@@ -317,9 +326,10 @@ def _client(loop: asyncio.AbstractEventLoop, **settings: Any) -> openai.AsyncOpe
     return openai.AsyncOpenAI(http_client=http_client, **settings)
 
 
-def _key(api_key_env: str | None) -> str | None:
+def _read_key(api_key_env: str | None) -> str | None:
     if api_key_env is None:
         return None
+    # Read at each use: a pickled judge, a config and a log of it never hold the key.
     key = os.environ.get(api_key_env)
     if not key:
         raise ValueError(

@@ -18,7 +18,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,9 +101,11 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return a copy with its tensors on `device`."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        moved = {k: to_device(v, device) for k, v in values.items() if isinstance(v, Tensor)}
-        return PackedBatch(**(values | moved | {"sequences": self.sequences.to(device)}))
+        values: dict[str, Any] = {}
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            values[entry.name] = to_device(value, device) if isinstance(value, Tensor) else value
+        return PackedBatch(**(values | {"sequences": self.sequences.to(device)}))
 
     @property
     def all_lengths(self) -> list[int]:
@@ -111,16 +113,17 @@ class PackedBatch:
         return [*self.lengths, *self.padding]
 
     def scatter(self, values_T: np.ndarray) -> dict[int, np.ndarray]:
-        """Split values per token into one [L + 1] array for each sample, by its index; entry 0 is
-        0.
+        """Split values per token into one [L + 1] array for each sample, by its index.
+
+        Entry 0 is 0.
 
         Values of shape [T, K] become [L + 1, K].
         """
         pad = np.zeros((1, *values_T.shape[1:]), dtype=values_T.dtype)
-        return {
-            index: np.concatenate((pad, *(values_T[part] for part in parts)))
-            for index, parts in zip(self.sample_indices, self.rows, strict=True)
-        }
+        by_sample: dict[int, np.ndarray] = {}
+        for index, parts in zip(self.sample_indices, self.rows, strict=True):
+            by_sample[index] = np.concatenate([pad, *(values_T[part] for part in parts)])
+        return by_sample
 
 
 def pack(
@@ -152,29 +155,57 @@ def pack(
             or has arrays of different shapes; or samples differ in K or in their optional fields.
     """
     _check(samples, max_tokens=max_tokens, max_length=max_length)
-    lengths = [len(sample.token_ids) - 1 for sample in samples]
+    lengths = _list_lengths(samples)
     if num_allowed is not None:
-        share = -(-sum(lengths) // (num_ranks * num_allowed(1)))
-        max_tokens = min(max_tokens, max(share, *lengths))
+        max_tokens = _lower_limit(lengths, max_tokens, num=num_ranks * num_allowed(1))
     plan = plan_micro_batches(
         lengths,
-        families=families_of(samples) if share_prompts else None,
+        families=group_families(samples) if share_prompts else None,
         max_tokens=max_tokens,
         num_ranks=num_ranks,
         max_sequences=max_sequences,
     )
-    own = plan[rank]
+    micro_batches = plan[rank]
     if num_allowed is not None:
-        own += [[] for _ in range(num_allowed(len(own)) - len(own))]
-    pieces = [_pieces_of([samples[i] for i in indices], share=share_prompts) for indices in own]
+        _fill_up(micro_batches, num_allowed(len(micro_batches)))
+
+    layouts = []
+    for indices in micro_batches:
+        layouts.append(_make_pieces([samples[i] for i in indices], share=share_prompts))
+
     most = None
     if num_allowed is not None:
-        longest = max((of_batch[-1].rows.stop for of_batch in pieces if of_batch), default=1)
+        # Stages of a pipeline exchange buffers of one size, so the longest micro-batch sets the
+        # length of all. Padding is cut, so that it is never the longest sequence of a batch.
+        longest = max(map(_count_rows, layouts), default=0) or 1
         pad_multiple, most = longest + -longest % pad_multiple, max(lengths, default=1)
-    return [
-        _pack_one(samples, indices, of_batch, pad_multiple=pad_multiple, most=most)
-        for indices, of_batch in zip(own, pieces, strict=True)
-    ]
+
+    batches = []
+    for indices, pieces in zip(micro_batches, layouts, strict=True):
+        batches.append(_pack_one(samples, indices, pieces, pad_multiple=pad_multiple, most=most))
+    return batches
+
+
+def _lower_limit(lengths: Sequence[int], max_tokens: int, *, num: int) -> int:
+    """Return the limit of tokens under which the samples fill `num` micro-batches."""
+    share = -(-sum(lengths) // num)
+    # A sample is never cut.
+    return min(max_tokens, max(share, *lengths))
+
+
+def _list_lengths(samples: Sequence[TrainingSample]) -> list[int]:
+    """Return L of each sample: its inputs, one fewer than its tokens."""
+    return [len(sample.token_ids) - 1 for sample in samples]
+
+
+def _fill_up(micro_batches: list[list[int]], num: int) -> None:
+    """Append empty micro-batches, which become padding alone, until there are `num`."""
+    while len(micro_batches) < num:
+        micro_batches.append([])
+
+
+def _count_rows(pieces: Sequence[Piece]) -> int:
+    return pieces[-1].rows.stop if pieces else 0
 
 
 def plan_micro_batches(
@@ -185,8 +216,7 @@ def plan_micro_batches(
     num_ranks: int,
     max_sequences: int | None = None,
 ) -> list[list[list[int]]]:
-    """Return [R][M] lists of sample indices: tokens balanced over ranks, then packed tightly in
-    each.
+    """Return [R][M] lists of sample indices: balanced over ranks, then packed tightly.
 
     Samples are assigned longest first, each to the rank with the fewest tokens so far. Within a
     rank, too, longer samples come first, into the first micro-batch with room; so a micro-batch
@@ -197,37 +227,52 @@ def plan_micro_batches(
     if num_ranks > 1:
         # With units of at most a quarter of a rank's share, the smallest ones decide the balance.
         limit = sum(lengths) // (4 * num_ranks)
-        units = [part for unit in units for part in _divided(unit, lengths, limit)]
-    sizes = [
-        (sum(lengths[i] for i in unit), sorted(unit, key=lambda i: (-lengths[i], i)))
-        for unit in units
-    ]
+        parts: list[list[int]] = []
+        for unit in units:
+            parts += _divide(unit, lengths, limit)
+        units = parts
+
+    sizes = []
+    for unit in units:
+        longest_first = sorted(unit, key=lambda i: (-lengths[i], i))
+        sizes.append((sum(lengths[i] for i in unit), longest_first))
+
+    # Ties are broken by sample indices and by rank: every rank computes the plan on its own, and
+    # all must come to the same.
     shares: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = [(0, rank) for rank in range(num_ranks)]
     for size, unit in sorted(sizes, key=lambda sized: (-sized[0], sized[1])):
         tokens, rank = heapq.heappop(load)
         shares[rank].append(unit)
         heapq.heappush(load, (tokens + size, rank))
-    plan = [
-        _first_fit(share, lengths, max_tokens, max_sequences or len(lengths)) for share in shares
-    ]
-    num_micro_batches = max(1, *(len(micro_batches) for micro_batches in plan))
+
+    plan = []
+    for share in shares:
+        plan.append(_place_first_fit(share, lengths, max_tokens, max_sequences or len(lengths)))
+    num_micro_batches = max(1, *map(len, plan))
     for micro_batches in plan:
-        micro_batches.extend([] for _ in range(num_micro_batches - len(micro_batches)))
+        _fill_up(micro_batches, num_micro_batches)
     return plan
 
 
-def _divided(unit: Sequence[int], lengths: Sequence[int], limit: int) -> Iterable[list[int]]:
-    """Divide a unit into parts of at most `limit` tokens, or of one sample."""
-    ends = list(accumulate(lengths[i] for i in unit))
-    cuts = [0]
-    for place, end in enumerate(ends):
-        if place > cuts[-1] and end - (ends[cuts[-1] - 1] if cuts[-1] else 0) > limit:
-            cuts.append(place)
-    return ([*unit[begin:end]] for begin, end in pairwise([*cuts, len(unit)]))
+def _divide(unit: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Divide a unit into parts of at most `limit` tokens, or of one sample.
+
+    Example: a unit [3, 5, 8] of samples with 40, 50 and 60 tokens and a limit of 100 is divided
+    into [3, 5] and [8].
+    """
+    parts: list[list[int]] = [[]]
+    num_tokens = 0
+    for index in unit:
+        if parts[-1] and num_tokens + lengths[index] > limit:
+            parts.append([])
+            num_tokens = 0
+        parts[-1].append(index)
+        num_tokens += lengths[index]
+    return parts
 
 
-def _first_fit(
+def _place_first_fit(
     units: Iterable[Sequence[int]], lengths: Sequence[int], max_tokens: int, max_sequences: int
 ) -> list[list[int]]:
     """Put the samples of each unit into one micro-batch as long as it has room."""
@@ -237,12 +282,16 @@ def _first_fit(
         place = 0
         for index in unit:
             length = lengths[index]
+            # First the micro-batch of the unit's last sample, so that a family stays together.
             if place == len(room) or room[place] < length:
-                place = next((m for m, free in enumerate(room) if free >= length), len(room))
+                place = 0
+                while place < len(room) and room[place] < length:
+                    place += 1
             if place == len(room):
                 micro_batches.append([])
                 room.append(max_tokens)
             micro_batches[place].append(index)
+            # A micro-batch with its most sequences is full, however few tokens it has.
             room[place] = room[place] - length if len(micro_batches[place]) < max_sequences else 0
     return micro_batches
 
@@ -270,14 +319,16 @@ def _check(samples: Sequence[TrainingSample], *, max_tokens: int, max_length: in
             raise ValueError(
                 f"sample {index}: ratio_mask must be None with targets of shape [T, K]"
             )
+        # Arrays of all samples are joined, so a field is there in all of them or in none.
         for name in (*_PER_TARGET, "targets", "ratio_mask"):
             values = getattr(sample, name)
             if (values is None) != (getattr(samples[0], name) is None):
                 raise ValueError(f"sample {index}: {name} must be set in all samples or in none")
             shape = (num_tokens,) if name == "ratio_mask" else (num_tokens, *num_targets)
             if values is not None and values.shape != shape:
-                found = list(values.shape)
-                raise ValueError(f"sample {index}: {name} has shape {found}: must be {list(shape)}")
+                raise ValueError(
+                    f"sample {index}: {name} has shape {list(values.shape)}: must be {list(shape)}"
+                )
 
 
 def _pack_one(
@@ -290,19 +341,24 @@ def _pack_one(
 ) -> PackedBatch:
     """Pack the samples at `indices` in these pieces; padding in pieces of at most `most` tokens."""
     chosen = [samples[i] for i in indices]
-    own = {piece.sample: piece for piece in pieces}  # the last of each sample
-    num_tokens = pieces[-1].rows.stop if pieces else 0
-    num_padding = -num_tokens % pad_multiple if num_tokens else pad_multiple
-    padding = _cut(num_padding, most=most)
-    for begin, length in zip(accumulate(padding, initial=num_tokens), padding, strict=False):
-        pieces.append(Piece(len(chosen), 0, length, slice(begin, begin + length), NO_ROWS))
-    sequence_ids = np.repeat(
-        [piece.sample for piece in pieces], [piece.end - piece.begin for piece in pieces]
-    )
+    # The padding is a sequence with the number after those of the samples.
+    padding = _add_padding(pieces, len(chosen), pad_multiple=pad_multiple, most=most)
+    num_rows = _count_rows(pieces)
 
-    def joined(name: str, dtype: type, padding: float, *, shift: int = 1) -> Tensor:
-        """Return the values of all pieces, with padding."""
-        shape = (num_tokens + num_padding, *getattr(samples[0], name).shape[1:])
+    # The last piece of a sample says where the sample's other rows are.
+    last_pieces: dict[int, Piece] = {}
+    lengths: list[int] = []
+    ids_of_pieces, positions_of_pieces = [], []
+    for piece in pieces:
+        last_pieces[piece.sample] = piece
+        lengths.append(piece.end - piece.begin)
+        ids_of_pieces.append(piece.sample)
+        positions_of_pieces.append(np.arange(piece.begin, piece.end))
+    sequence_ids = np.repeat(ids_of_pieces, lengths)
+
+    def join(name: str, dtype: type, padding: float, *, shift: int = 1) -> Tensor:
+        """Return the values of all pieces, with padding; `shift` 1 takes those of the targets."""
+        shape = (num_rows, *getattr(samples[0], name).shape[1:])
         values_T: np.ndarray = np.full(shape, padding, dtype=dtype)
         for piece in pieces:
             if piece.sample < len(chosen):
@@ -310,87 +366,119 @@ def _pack_one(
                 values_T[piece.rows] = values[piece.begin + shift : piece.end + shift]
         return torch.from_numpy(values_T)
 
-    def joined_if_there(name: str, dtype: type = np.float32) -> Tensor | None:
-        return None if getattr(samples[0], name) is None else joined(name, dtype, 0)
+    def join_optional(name: str, dtype: type = np.float32) -> Tensor | None:
+        return None if getattr(samples[0], name) is None else join(name, dtype, 0)
 
-    mask, ratio_mask = joined("mask", np.bool_, False), joined_if_there("ratio_mask", np.bool_)
-    in_loss_T = mask.view(len(mask), -1).any(1)
-    loss_rows = (in_loss_T if ratio_mask is None else in_loss_T | ratio_mask).nonzero().squeeze(1)
+    mask, ratio_mask = join("mask", np.bool_, False), join_optional("ratio_mask", np.bool_)
     temperatures_S = np.asarray([s.temperature for s in chosen] + [1.0], dtype=np.float32)
     return PackedBatch(
-        input_ids=joined("token_ids", np.int64, 0, shift=0),
-        targets=joined("token_ids" if samples[0].targets is None else "targets", np.int64, 0),
-        positions=torch.from_numpy(np.concatenate([np.arange(p.begin, p.end) for p in pieces])),
-        sequences=_layout_of(pieces),
+        input_ids=join("token_ids", np.int64, 0, shift=0),
+        targets=join("token_ids" if samples[0].targets is None else "targets", np.int64, 0),
+        positions=torch.from_numpy(np.concatenate(positions_of_pieces)),
+        sequences=_make_layout(pieces, lengths),
         mask=mask,
-        advantages=joined("advantages", np.float32, 0.0),
-        generator_logprobs=joined("generator_logprobs", np.float32, np.nan),
-        reference_logprobs=joined_if_there("reference_logprobs"),
-        proximal_logprobs=joined_if_there("proximal_logprobs"),
+        advantages=join("advantages", np.float32, 0.0),
+        generator_logprobs=join("generator_logprobs", np.float32, np.nan),
+        reference_logprobs=join_optional("reference_logprobs"),
+        proximal_logprobs=join_optional("proximal_logprobs"),
         ratio_mask=ratio_mask,
-        loss_rows=loss_rows if len(loss_rows) else loss_rows.new_zeros(1),
+        loss_rows=_find_loss_rows(mask, ratio_mask),
         temperatures=torch.from_numpy(temperatures_S[sequence_ids]),
         sequence_ids=torch.from_numpy(sequence_ids),
         num_sequences=len(chosen),
         sample_indices=tuple(indices),
-        lengths=tuple(len(sample.token_ids) - 1 for sample in chosen),
-        rows=tuple(_rows_of(own[i]) for i in range(len(chosen))),
+        lengths=tuple(_list_lengths(chosen)),
+        rows=tuple(_list_rows(last_pieces[i]) for i in range(len(chosen))),
         padding=tuple(padding),
     )
 
 
-def _layout_of(pieces: Sequence[Piece]) -> SequenceLayout:
-    lengths = [piece.end - piece.begin for piece in pieces]
-    if all(piece.prefix == NO_ROWS for piece in pieces):
-        return SequenceLayout.from_lengths(lengths)
-    return SequenceLayout.after_prefixes(
-        lengths, [(piece.prefix.start, piece.prefix.stop) for piece in pieces]
-    )
+def _add_padding(
+    pieces: list[Piece], sample: int, *, pad_multiple: int, most: int | None
+) -> list[int]:
+    """Append padding up to a multiple of `pad_multiple` rows; return the lengths of its pieces."""
+    num_rows = _count_rows(pieces)
+    # A micro-batch of padding alone still has tokens, because every rank runs the model on it.
+    num_padding = -num_rows % pad_multiple if num_rows else pad_multiple
+    padding = _cut(num_padding, most=most)
+    for length in padding:
+        pieces.append(Piece(sample, 0, length, slice(num_rows, num_rows + length), NO_ROWS))
+        num_rows += length
+    return padding
+
+
+def _find_loss_rows(mask: Tensor, ratio_mask: Tensor | None) -> Tensor:
+    """Return the rows that a mask selects; the first row if there is none."""
+    in_loss_T = mask.view(len(mask), -1).any(1)
+    if ratio_mask is not None:
+        in_loss_T = in_loss_T | ratio_mask
+    loss_rows = in_loss_T.nonzero().squeeze(1)
+    # The model's head runs on these rows, and all ranks must run it.
+    return loss_rows if len(loss_rows) else loss_rows.new_zeros(1)
+
+
+def _make_layout(pieces: Sequence[Piece], lengths: Sequence[int]) -> SequenceLayout:
+    prefixes = []
+    for piece in pieces:
+        prefixes.append((piece.prefix.start, piece.prefix.stop))
+    # Without shared prompts no keys have to be gathered from elsewhere.
+    if set(prefixes) <= {(NO_ROWS.start, NO_ROWS.stop)}:
+        return SequenceLayout.from_lengths(list(lengths))
+    return SequenceLayout.after_prefixes(list(lengths), prefixes)
 
 
 def _cut(length: int, *, most: int | None) -> list[int]:
     """Cut a length into pieces of at most `most`."""
-    most = most or max(1, length)
-    return [min(most, length - done) for done in range(0, length, most)]
+    pieces = []
+    while length > 0:
+        pieces.append(length if most is None else min(most, length))
+        length -= pieces[-1]
+    return pieces
 
 
-def _rows_of(piece: Piece) -> tuple[slice, ...]:
+def _list_rows(piece: Piece) -> tuple[slice, ...]:
     """Return the rows of a sample whose last piece this is."""
     return (piece.prefix, piece.rows) if piece.begin else (piece.rows,)
 
 
-def num_shareable(sample: TrainingSample) -> int:
-    """Return the number of first inputs whose targets are not trained on; 0 for a sample with own
-    targets.
+def count_shareable(sample: TrainingSample) -> int:
+    """Return the number of first inputs whose targets are not trained on.
+
+    0 for a sample with targets of its own.
     """
     if sample.targets is not None:
         return 0
     counts = sample.mask if sample.ratio_mask is None else sample.mask | sample.ratio_mask
+    # argmax of booleans is the first True.
     return int(np.argmax(counts[1:])) if counts[1:].any() else 0
 
 
-def families_of(samples: Sequence[TrainingSample]) -> list[list[int]]:
+def group_families(samples: Sequence[TrainingSample]) -> list[list[int]]:
     """Group samples that begin with the same prompt; most families are groups of rollouts."""
     members: dict[tuple[bytes, float], list[int]] = defaultdict(list)
     alone: list[list[int]] = []
     for index, sample in enumerate(samples):
-        shareable = num_shareable(sample)
+        shareable = count_shareable(sample)
         if shareable:
             # The target after the last shared input is part of the prompt too.
             prompt = np.asarray(sample.token_ids[: shareable + 1], dtype=np.int64)
+            # A temperature is of whole sequences, so samples of different ones share nothing.
             members[prompt.tobytes(), sample.temperature].append(index)
         else:
             alone.append([index])
     return [*members.values(), *alone]
 
 
-def _pieces_of(samples: Sequence[TrainingSample], *, share: bool) -> list[Piece]:
+def _make_pieces(samples: Sequence[TrainingSample], *, share: bool) -> list[Piece]:
     """Return the pieces of a micro-batch in order: each shared prompt before what follows it."""
-    lengths = [len(sample.token_ids) - 1 for sample in samples]
-    families = families_of(samples) if share else []
-    num_saved = sum((len(family) - 1) * num_shareable(samples[family[0]]) for family in families)
+    lengths = _list_lengths(samples)
+    families = group_families(samples) if share else []
+    num_saved = 0
+    for family in families:
+        num_saved += (len(family) - 1) * count_shareable(samples[family[0]])
     if 1.0 - (sum(lengths) - num_saved) / max(1, sum(lengths)) < SMALLEST_SAVING:
         families = [[i] for i in range(len(samples))]
+
     pieces: list[Piece] = []
 
     def add(sample: int, begin: int, end: int, prefix: slice = NO_ROWS) -> slice:
@@ -400,7 +488,7 @@ def _pieces_of(samples: Sequence[TrainingSample], *, share: bool) -> list[Piece]
         return pieces[-1].rows
 
     for family in families:
-        shared = num_shareable(samples[family[0]]) if len(family) > 1 else 0
+        shared = count_shareable(samples[family[0]]) if len(family) > 1 else 0
         prefix = add(family[0], 0, shared) if shared else NO_ROWS
         for i in family:
             add(i, shared, lengths[i], prefix)

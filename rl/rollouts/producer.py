@@ -41,16 +41,20 @@ class NumberedProblems:
         """Problems drawn from the task so far, outstanding ones included."""
         self._again = set() if position is None else set(position.outstanding)
         """Outstanding problems of the position that were not given again yet."""
-        num_before, again = self.num_drawn, tuple(sorted(self._again))
-        self._numbered: Iterator[tuple[int, Problem]]
-        if (problem_at := getattr(problems, "problem", None)) is not None:
-            self._numbered = (
-                (n, problem_at(n)) for n in itertools.chain(again, itertools.count(num_before))
-            )
+        self._numbered = self._continue(problems)
+
+    def _continue(self, problems: Iterator[Problem]) -> Iterator[tuple[int, Problem]]:
+        """Yield the outstanding problems of the position, then those from `num_drawn` on."""
+        # Copies, because both change as problems are given.
+        num_before, again = self.num_drawn, sorted(self._again)
+        problem_at = getattr(problems, "problem", None)
+        if problem_at is not None:
+            for number in itertools.chain(again, itertools.count(num_before)):
+                yield number, problem_at(number)
         else:
-            self._numbered = (
-                (n, p) for n, p in enumerate(problems) if n >= num_before or n in again
-            )
+            for number, problem in enumerate(problems):
+                if number >= num_before or number in again:
+                    yield number, problem
 
     def __iter__(self) -> Iterator[tuple[int, Problem]]:
         return self
@@ -63,11 +67,11 @@ class NumberedProblems:
 
     def position(self, step: int, *, outstanding: Collection[int]) -> LoopPosition:
         """Return the position after `step`, given the numbers that were drawn and not used."""
-        left = tuple(sorted(self._again.union(outstanding)))
-        return LoopPosition(step=step, num_problems=self.num_drawn, outstanding=left)
+        outstanding = tuple(sorted(self._again.union(outstanding)))
+        return LoopPosition(step=step, num_problems=self.num_drawn, outstanding=outstanding)
 
 
-def reason_to_drop(
+def find_reason_to_drop(
     group: Group, *, drop_equal: bool, max_sample_tokens: int | None
 ) -> DropReason | None:
     """Return why a finished group is not trained on, or None; settings as in `RolloutProducer`."""
@@ -94,8 +98,9 @@ class Batch:
 
 @dataclass(kw_only=True, eq=False)
 class RolloutProducer:
-    """Runs as many groups concurrently as the bound allows; its collaborators belong to it
-    alone.
+    """Runs as many groups concurrently as the bound allows.
+
+    Its collaborators belong to it alone.
     """
 
     bound: StalenessBound
@@ -129,9 +134,7 @@ class RolloutProducer:
         self._changed = asyncio.Event()
 
     def serve(self, step: int) -> None:
-        """Record that every generator has the weights after `step`, and start the groups that now
-        may.
-        """
+        """Record that every generator has the weights after `step`, and start groups."""
         self.bound.serve(step)
         self._start_groups()
 
@@ -156,23 +159,26 @@ class RolloutProducer:
             numbers = self.bound.take()
             if numbers is not None:
                 break
+            # Waits for a worker that finishes, for `fail`, or for the end of the problems; each of
+            # them sets the event after what it changed.
             self._check_used_up()
             self._changed.clear()
             await self._changed.wait()
-        batch = Batch(
-            groups=[self._finished.pop(n) for n in numbers], dropped=_in_order(self._dropped)
-        )
+        groups = [self._finished.pop(number) for number in numbers]
+        batch = Batch(groups=groups, dropped=_sort_by_number(self._dropped))
         self._dropped = []
         self._num_scored, self._failures = 0, []
+        # The batch's places are free, so that new groups are drawn while the step trains.
         self._start_groups()
         return batch
 
     def unused(self) -> Batch:
-        """Return the groups that finished or were dropped since the last batch, to explain an
-        error.
+        """Return the groups that finished or were dropped since the last batch.
+
+        They explain an error.
         """
         groups = [self._finished[n] for n in sorted(self._finished)]
-        return Batch(groups=groups, dropped=_in_order(self._dropped))
+        return Batch(groups=groups, dropped=_sort_by_number(self._dropped))
 
     @property
     def outstanding(self) -> list[int]:
@@ -183,6 +189,7 @@ class RolloutProducer:
 
     async def close(self) -> None:
         """Cancel the groups under way. Idempotent."""
+        # Before the tasks end: `_run` then takes their cancellation for the wanted one.
         self._error = self._error or asyncio.CancelledError()
         tasks = list(self._tasks)
         for task in tasks:
@@ -199,13 +206,14 @@ class RolloutProducer:
             number, problem = numbered
             self.bound.start(number)
             task = asyncio.create_task(self._run(number, problem), name=f"rollouts of {problem.id}")
+            # The event loop itself keeps only weak references to tasks.
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _run(self, number: int, problem: Problem) -> None:
         try:
             group = await self.worker(number, problem)
-            self._settle(group)
+            self._record(group)
         except asyncio.CancelledError:
             if self._error is None:  # cancelled by its own code, not by `close`
                 self.fail(
@@ -218,13 +226,16 @@ class RolloutProducer:
         except Exception as error:  # noqa: BLE001  (raised by `next_batch`)
             self.fail(error)
 
-    def _settle(self, group: Group) -> None:
-        """Keep or drop a finished group; raise RunError if too many rewards failed or too many
-        groups are dropped.
+    def _record(self, group: Group) -> None:
+        """Keep or drop a finished group.
+
+        Raises RunError if too many rewards failed or too many groups are dropped.
         """
         self._finished[group.number] = group
         self._num_scored += len(group.scores)
-        self._failures += [s.failure for s in group.scores if s.failure is not None]
+        for score in group.scores:
+            if score.failure is not None:
+                self._failures.append(score.failure)
         check_failures(
             self._failures,
             num_scored=self._num_scored,
@@ -232,13 +243,14 @@ class RolloutProducer:
             max_share=self.max_failed_rewards,
             where="since the last batch",
         )
-        reason = reason_to_drop(
+        reason = find_reason_to_drop(
             group, drop_equal=self.drop_equal, max_sample_tokens=self.max_sample_tokens
         )
         if reason is None:
             self.bound.finish(group.number)
             self._dropped_in_row.clear()
         else:
+            # Kept until the next batch: for its metrics, and because a resumed run draws it again.
             self._dropped.append((reason, self._finished.pop(group.number)))
             self._dropped_in_row[reason] += 1
             self.bound.release(group.number)
@@ -263,6 +275,6 @@ class RolloutProducer:
             )
 
 
-def _in_order(dropped: Sequence[tuple[DropReason, Group]]) -> list[tuple[DropReason, Group]]:
+def _sort_by_number(dropped: Sequence[tuple[DropReason, Group]]) -> list[tuple[DropReason, Group]]:
     """Sort by number rather than by time of finishing, so that sums are the same in every run."""
     return sorted(dropped, key=lambda pair: pair[1].number)

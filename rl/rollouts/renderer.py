@@ -24,11 +24,11 @@ from rl.rollouts.control_tokens import (
     Fragment,
     RefusedMessageError,
     end_tokens,
-    special_tokens,
+    list_special_tokens,
+    list_tokens_in,
     split_rendering,
-    tokens_in,
 )
-from rl.rollouts.replies import continue_thought, opened_thought
+from rl.rollouts.replies import continue_thought, find_opened_thought
 from rl.rollouts.templates import NO_THOUGHTS, ChatML, RawText, Template, TokenizerTemplate
 from rl.types import Completion, Message, Problem, Prompt
 
@@ -92,6 +92,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.system = system
         self.first_token_ids = np.array(first_token_ids, dtype=np.int32)
+
         end = template.end_of_turn
         end_ids = (
             [tokenizer.eos_token_id]
@@ -102,27 +103,30 @@ class Renderer:
             raise ValueError(
                 f"the template ends a reply with {end!r}, not a single token of the tokenizer"
             )
+
+        # The end of a turn stops the generator too, whatever the model's own list says.
         self.end_token_id = int(end_ids[0])
         self.stop_token_ids = tuple(sorted({*stop_token_ids, self.end_token_id}))
         ends = end_tokens(
             tokenizer, end_token_id=self.end_token_id, stop_token_ids=self.stop_token_ids
         )
-        turns = tokens_in(tokenizer, template.framing) | ends
-        tools = tokens_in(tokenizer, template.tool_framing)
+        turns = list_tokens_in(tokenizer, template.framing) | ends
+        tools = list_tokens_in(tokenizer, template.tool_framing)
         self._turns = ControlTokens(tokenizer, turns)
         """Tokens that begin and end turns, which are no part of a reply."""
-        self._control = ControlTokens(tokenizer, special_tokens(tokenizer) | tools | turns)
+        self._control = ControlTokens(tokenizer, list_special_tokens(tokenizer) | tools | turns)
         """Tokens that no message can bring in."""
         # A mark that a turn's token follows is only mentioned, such as by an instruction after the
         # question.
-        mentions = self._turns.first_in(template.opens_thought) is not None
+        mentions = self._turns.find_first(template.opens_thought) is not None
         self._prefilled = "" if mentions else template.opens_thought
         self._opened: tuple[np.ndarray | None, str] = (None, "")
         """Prompt that was asked for last, and the thought that it opened."""
 
     def opening(self, messages: Sequence[Message]) -> np.ndarray:
-        """Return [N] int32: the messages, with a system message, up to the beginning of the
-        reply.
+        """Return [N] int32: the messages up to the beginning of the reply.
+
+        A system message comes first, if there is one.
         """
         if not messages:
             raise ValueError(
@@ -136,7 +140,8 @@ class Renderer:
             written = "".join(self.tokenizer.convert_ids_to_tokens(first_ids.tolist()))
             first = replace(messages[0], content=messages[0].content.removeprefix(written))
             messages = [first, *messages[1:]]
-        token_ids = self._encode_messages(messages, self.template.opening)
+        token_ids = self._encode_messages(messages, self.template.render_opening)
+        # A template of a user's own may write the first token itself.
         if np.array_equal(token_ids[: len(first_ids)], first_ids):
             return token_ids
         return np.concatenate([first_ids, token_ids])
@@ -147,7 +152,7 @@ class Renderer:
             raise ValueError("a continuation without messages: the episode is over")
         # Encoded with the end of turn in front: tokenizers may treat the beginning of a text
         # differently.
-        token_ids = self._encode_messages(messages, self.template.continuation)
+        token_ids = self._encode_messages(messages, self.template.render_continuation)
         is_closed = len(after.token_ids) > 0 and after.token_ids[-1] == self.end_token_id
         return token_ids[1:] if is_closed else token_ids
 
@@ -157,8 +162,8 @@ class Renderer:
         Tokens that a model writes in its replies (`<think>`, `<tool_call>`) are tokens, those of
         turns are text.
         """
-        text = continue_thought(text, self._opened_thought(prompt_ids))
-        token = self._turns.first_in(text)
+        text = continue_thought(text, self._find_opened_thought(prompt_ids))
+        token = self._turns.find_first(text)
         if token is None:
             token_ids = self.encode(text)
         else:
@@ -173,13 +178,14 @@ class Renderer:
         an opened thought, the text begins with that thought, so that readers can tell it from the
         answer.
         """
+        # The last token ends the turn, unless the reply was cut off.
         of_turns, ids = self._turns.token_ids, token_ids.tolist()
         if ids and ids[-1] in of_turns:
             ids.pop()
         # Nearly every reply has only that one, and this runs for each reply in the event loop.
         if not of_turns.isdisjoint(ids):
             ids = [token_id for token_id in ids if token_id not in of_turns]
-        return self._opened_thought(prompt_ids) + self._decode(ids)
+        return self._find_opened_thought(prompt_ids) + self._decode(ids)
 
     def encode(self, text: str) -> np.ndarray:
         """Return [N] int32: the tokens of a text, without special tokens around it."""
@@ -188,17 +194,15 @@ class Renderer:
     def _encode_messages(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
     ) -> np.ndarray:
-        """Return [N] int32: the tokens of rendered messages, of which none brings in a special
-        token.
-        """
-        token = self._control.first_in("".join(m.content for m in messages))
+        """Return [N] int32: the tokens of rendered messages, none with a special token."""
+        token = self._control.find_first("".join(m.content for m in messages))
         if token is None:
             return self.encode(render(messages))
         self._control.warn_once(token, where="a message")
         fragments = split_rendering(messages, render=render, control=self._control)
         return np.asarray(self._control.encode(fragments), dtype=np.int32)
 
-    def _opened_thought(self, prompt_ids: np.ndarray | None) -> str:
+    def _find_opened_thought(self, prompt_ids: np.ndarray | None) -> str:
         """Return the thought in which a prompt ends, from its mark on; or nothing."""
         if prompt_ids is None:
             return ""
@@ -206,7 +210,7 @@ class Renderer:
         if prompt_ids is not known_ids:  # the samples of a group share one prompt
             end = self._decode(prompt_ids[-MAX_MARK_TOKENS - len(self._prefilled) :].tolist())
             opened = self._prefilled if end.endswith(self._prefilled) else ""
-            opened = opened or opened_thought(end)
+            opened = opened or find_opened_thought(end)
             self._opened = (prompt_ids, opened)
         return opened
 
@@ -238,7 +242,8 @@ def make_renderer(
     elif config.kind == "raw":
         template = RawText(end_of_turn=tokenizer.eos_token, separator=config.separator)
     else:
-        if missing := {IM_START, IM_END} - set(tokenizer.get_added_vocab()):
+        missing = {IM_START, IM_END} - set(tokenizer.get_added_vocab())
+        if missing:
             raise ValueError(
                 f"renderer.kind={config.kind}: the tokenizer of {tokenizer.name_or_path} has no "
                 f"token {' or '.join(sorted(missing))}; choose kind template or raw"

@@ -1,9 +1,9 @@
-"""Parts of a reply: thoughts, tool calls and other text. Every reader of replies takes them from
-here.
+"""Parts of a reply: thoughts, tool calls and other text.
 
-<think>47 is 4 and 7.</think>It is 11. <tool_call>{"name": "add", "arguments": {"x":
-11}}</tool_call>
-thought                      text     call
+Every reader of replies takes them from here.
+
+    <think>47 is 4 and 7.</think>It is 11. <tool_call>{"name": "add", "arguments": {}}</tool_call>
+    thought                      text      call
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def split_reply(text: str) -> tuple[ReplyPart, ...]:
     an opening one closes a thought that began before the reply. Calls inside a thought belong to
     the thought.
     """
+    # Most replies have no marks, and replies are read several times for each reward.
     if _MARKS.search(text) is None:
         return (ReplyPart(kind="text", text=text),) if text else ()
     scan = _Scan(text=text)
@@ -69,51 +70,52 @@ def split_reply(text: str) -> tuple[ReplyPart, ...]:
 
 
 def answer_part(text: str) -> str:
-    """Return the reply after its last thought, stripped; the empty string if a thought is never
-    closed.
-    """
+    """Return the reply after its last thought, stripped; empty if a thought is never closed."""
     return join_answer(split_reply(text))
 
 
 def join_answer(parts: Sequence[ReplyPart]) -> str:
-    """Return the text of the parts after the last thought, stripped; empty if a thought is never
-    closed.
-    """
-    start = 0
-    for number, part in enumerate(parts):
-        if part.kind == "thought":
-            start = number + 1  # nothing follows a thought that is open
-    return "".join(part.text for part in parts[start:]).strip()
+    """Return the text after the last thought, stripped; empty if a thought is never closed."""
+    answer = ""
+    for part in parts:
+        # Nothing follows a thought that is open.
+        answer = "" if part.kind == "thought" else answer + part.text
+    return answer.strip()
 
 
-def has_open_thought(text: str) -> bool:
+def is_thought_open(text: str) -> bool:
     """Return True if the reply ends within a thought."""
     return any(not part.is_closed for part in split_reply(text))
 
 
-def opened_thought(prompt: str) -> str:
-    """Return the opening mark at the end of a prompt, with the white space after it; empty if there
-    is none.
+def find_opened_thought(prompt: str) -> str:
+    """Return the opening mark at the end of a prompt, with the white space after it.
+
+    Empty if there is none.
     """
     opened = _OPENED.search(prompt)
     return "" if opened is None else opened.group()
 
 
-def thought_left_open(text: str) -> str:
-    """Return the end of a text from the mark of its open thought on; empty if no thought is
-    open.
+def find_open_thought(text: str) -> str:
+    """Return the end of a text from the mark of its open thought on.
+
+    Empty if no thought is open.
     """
-    for part in split_reply(text)[-1:]:
-        if not part.is_closed:
-            start = len(text) - len(part.text)
-            mark = next(mark for mark in THOUGHT_MARKS if text.endswith(mark, 0, start))
+    parts = split_reply(text)
+    if not parts or parts[-1].is_closed:
+        return ""
+    start = len(text) - len(parts[-1].text)
+    for mark in THOUGHT_MARKS:
+        if text.endswith(mark, 0, start):
             return text[start - len(mark) :]
-    return ""
+    raise AssertionError("a thought is open only after its mark")
 
 
 def continue_thought(reply: str, opened: str) -> str:
-    """Return what a model writes after a prompt that ends in `opened`, so that both together are
-    the reply.
+    """Return what a model writes after a prompt that ends in `opened`.
+
+    Both together are the reply.
 
     `opened` begins with the mark of a thought. A reply without any thought first closes the one
     that the prompt opened.
@@ -121,6 +123,7 @@ def continue_thought(reply: str, opened: str) -> str:
     if not opened:
         return reply
     mark = next(mark for mark in THOUGHT_MARKS if opened.startswith(mark))
+    # Demonstrations were often written with the mark in them, which stands in the prompt already.
     repeated = reply.lstrip()
     if repeated.startswith(mark):
         return repeated.removeprefix(opened).removeprefix(mark)
@@ -172,6 +175,7 @@ class _Scan:
 
     def _take_call(self, start: int) -> None:
         """Read the call at `start`, or go past its mark if the text only mentions it."""
+        # Beyond the limit a call stays a part of the text.
         if self.num_read == MAX_CALLS:
             return
         self.num_read += 1
@@ -202,7 +206,9 @@ def _read_call(
     None, and the place to read on from, inside a thought, and for a mark that is followed by the
     end of a thought that nothing opened.
     """
-    body = _WHITESPACE.match(text, start + len(CALL_OPEN)).end()  # type: ignore[union-attr]  # matches everywhere
+    white = _WHITESPACE.match(text, start + len(CALL_OPEN))
+    assert white is not None  # the pattern matches everywhere
+    body = white.end()
     value, end, problem = _decode(text, body)
     following = _CALL_MARKS.search(text, end)
     stop = len(text) if following is None else following.start()
@@ -223,14 +229,16 @@ def _read_call(
 
 
 def _decode(text: str, start: int) -> tuple[Any, int, str]:
-    """Return the JSON value at `start`, its end, and what is wrong with it; an invalid one ends
-    where it begins.
+    """Return the JSON value at `start`, its end, and what is wrong with it.
+
+    An invalid value ends where it begins.
     """
     value, end = None, start
+    # Written once more: a lone half of a surrogate pair is valid JSON, but no text of any file.
     try:
         value, end = _DECODER.raw_decode(text, start)
         json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # half of a surrogate pair is an error too
+    except (ValueError, RecursionError) as error:
         return value, end, f"is not valid JSON: {getattr(error, 'msg', error)}"
     return value, end, ""
 

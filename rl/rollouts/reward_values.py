@@ -1,6 +1,4 @@
-"""Numbers that reward functions and environments give: what counts as a number, and how large a
-reward may be.
-"""
+"""Numbers that reward functions and environments give, and how large a reward may be."""
 
 from __future__ import annotations
 
@@ -19,9 +17,10 @@ _NUMBERS = (float, int, Real, Decimal)
 _TEXTS = (str, bytes, bytearray)
 
 
-def as_number(value: Any) -> float:
-    """Return a number, or the only element of an array or tensor, as a float, which may be infinite
-    or NaN.
+def to_number(value: Any) -> float:
+    """Return a number, or the only element of an array or tensor, as a float.
+
+    The float may be infinite or NaN.
 
     Raises:
         TypeError: the value is no number.
@@ -39,21 +38,21 @@ def as_number(value: Any) -> float:
     return float(value)
 
 
-def as_numbers(values: Any, *, most: int) -> list[float]:
-    """Return the numbers of an ordered collection, at most `most` of them; raises as `as_number`.
+def to_numbers(values: Any, *, most: int) -> list[float]:
+    """Return the numbers of an ordered collection, at most `most` of them; raises as `to_number`.
 
     Mappings would be read by their keys, sets in any order, texts and bytes by their characters:
     all are refused.
     """
-    is_table = hasattr(values, "keys") and not hasattr(
-        values, "tolist"
-    )  # a data frame gives its columns
+    # A data frame would give the names of its columns; a Series has `keys` too, and is a sequence.
+    is_table = hasattr(values, "keys") and not hasattr(values, "tolist")
     if is_table or isinstance(values, Mapping | Set | str | bytes | bytearray | memoryview):
         raise TypeError(f"a {type(values).__name__} is not a sequence of numbers")
-    return [as_number(value) for value in islice(iter(values), most)]  # a generator may never end
+    # A generator may never end.
+    return [to_number(value) for value in islice(iter(values), most)]
 
 
-def as_truth(value: Any) -> bool:
+def to_truth(value: Any) -> bool:
     """Return the truth of True, False, 0, 1 or an object such as a match or None.
 
     A text, a tuple, a mapping, a function and a coroutine are always true, and a partial reward

@@ -1,5 +1,4 @@
-"""Sync reward functions in a process of their own, with time limits that always hold; async ones
-beside it.
+"""Sync reward functions in a process of their own, and async ones beside it.
 
 A sync function is foreign code: it may loop forever, start processes, or end its own. Whatever it
 does, only its own call fails; a process that hangs is killed, and the next call starts another.
@@ -9,7 +8,8 @@ block.
     this process -> guard -> worker, which makes the calls -> processes that reward functions start
 
     to the worker       sync calls, made one after another
-    from the worker     None once it is ready, or the reason why it is not; then a CallResult for each call
+    from the worker     None once it is ready, or the reason why it is not;
+                        then a CallResult for each call
 
 The guard (`rl.utils.descendants`) runs no foreign code: however worker or parent end, it ends all
 processes below it.
@@ -27,6 +27,7 @@ import signal
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import FunctionType
@@ -55,9 +56,7 @@ T = TypeVar("T")
 
 
 class ProcessEndedError(Exception):
-    """The reward process ended, or was killed because it did not answer in time (exit code
-    None).
-    """
+    """The reward process ended, or did not answer in time and was killed (exit code None)."""
 
     def __init__(self, *, exit_code: int | None) -> None:
         super().__init__(f"the reward process ended (exit code {exit_code})")
@@ -99,50 +98,58 @@ class RewardProcess:
         self.process: SpawnProcess | None = None
         """Guard of the worker; it ends with it."""
         self._link: Connection | None = None
-        self._slots = rubric.slots(max_concurrency)
+        self._slots = rubric.make_slots(max_concurrency)
         self._thread = WorkerThread("rewards")
         """Talks to the process."""
         self._closed = False
 
     async def start(self) -> None:
-        """Start the process now rather than at the first score; idempotent. Raises as `score`
-        does.
+        """Start the process now rather than at the first score.
+
+        Idempotent; raises as `score` does.
         """
-        await self._in_thread(self._start)
+        await self._run_in_thread(self._start)
 
     async def score(
         self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False
     ) -> list[list[Score]]:
-        """Return a score for each rollout, in order; a call that takes too long gives a failed
-        score.
+        """Return a score for each rollout, in order; a call that takes too long fails.
 
         `alone` as in `rl.protocols.Rewarder`. Raises RunError if the process cannot load the rubric
         or was closed, TimeoutError if it did not start within `start_timeout_s`.
         """
-        by_group = [self.rubric.calls(group, alone=alone) for group in groups]
-        calls = [call for of_group in by_group for call in of_group]
-        sync, others = (
-            [call for call in calls if call.is_async == is_async] for is_async in (False, True)
+        by_group = [self.rubric.list_calls(group, alone=alone) for group in groups]
+        sync_calls, async_calls = list[RubricCall](), list[RubricCall]()
+        for call in chain.from_iterable(by_group):
+            (async_calls if call.is_async else sync_calls).append(call)
+
+        # Lazy: a coroutine that is made and never awaited, because the process was closed, warns.
+        here = (
+            self.rubric.compute_result(call, slots=self._slots, time_limit_s=self.time_limit_s)
+            for call in async_calls
         )
-        result = partial(self.rubric.result, slots=self._slots, time_limit_s=self.time_limit_s)
-        made = await all_or_cancel(
-            [self._in_thread(self._results, sync), all_or_cancel(map(result, others))]
+        sync_results, async_results = await all_or_cancel(
+            [self._run_in_thread(self._make_calls, sync_calls), all_or_cancel(here)]
         )
-        results = dict(zip((False, True), map(iter, made), strict=True))
-        return [
-            self.rubric.scores(group, of_group, [next(results[call.is_async]) for call in of_group])
-            for group, of_group in zip(groups, by_group, strict=True)
-        ]
+
+        # Results are in the order of the calls, so each call takes the next one of its kind.
+        remaining = {False: iter(sync_results), True: iter(async_results)}
+        scores = []
+        for group, calls in zip(groups, by_group, strict=True):
+            results = [next(remaining[call.is_async]) for call in calls]
+            scores.append(self.rubric.combine_scores(group, calls, results))
+        return scores
 
     async def close(self) -> None:
         """End the process and all that it started; pending scores fail. Idempotent."""
         self._closed = True
+        # The thread may wait for an answer of the process: its end wakes the thread.
         if self.process is not None:
             self.process.terminate()
         await asyncio.to_thread(self._thread.stop, timeout_s=CLOSE_S)
         await asyncio.to_thread(self._end)
 
-    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+    async def _run_in_thread(self, function: Callable[..., T], *args: Any) -> T:
         if self._closed:
             raise RunError("the reward process was closed")
         return await self._thread.run(function, *args)
@@ -169,7 +176,8 @@ class RewardProcess:
         try:
             refusal = self._receive(self._start_timeout_s)
         except ProcessEndedError as error:
-            if (code := error.exit_code) is None:
+            code = error.exit_code
+            if code is None:
                 limit = f"{self._start_timeout_s:g} s (reward.start_timeout_s)"
                 raise TimeoutError(f"the reward process did not start within {limit}") from None
             how = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
@@ -181,8 +189,9 @@ class RewardProcess:
             raise RunError(f"the reward process cannot load the rubric: {refusal}")
 
     def _receive(self, limit_s: float) -> Any:
-        """Return the next message of the process; raise ProcessEndedError if there is none within
-        `limit_s`.
+        """Return the next message of the process.
+
+        Raises ProcessEndedError if there is none within `limit_s`.
         """
         process, link = self.process, self._link
         assert process is not None
@@ -199,15 +208,14 @@ class RewardProcess:
             if link in ready:
                 return link.recv()
             is_late = not ready
+        # A process that ends by itself has an exit code a moment later, which names the signal.
         if not is_late:
             process.join(GRACE_S)
         self._end()
         raise ProcessEndedError(exit_code=None if is_late else process.exitcode)
 
     def _end(self) -> None:
-        """End the process and all that it started, if there is one, and wait until they are
-        gone.
-        """
+        """End the process and all that it started, if there is one, and wait for the end."""
         if self.process is not None:
             self.process.terminate()
             self.process.join(END_S)
@@ -218,33 +226,38 @@ class RewardProcess:
             self._link.close()
             self._link = None
 
-    def _results(self, calls: Sequence[RubricCall]) -> list[CallResult]:
-        """Make sync calls one after another; after one that ends the process, the others go to the
-        next process.
+    def _make_calls(self, calls: Sequence[RubricCall]) -> list[CallResult]:
+        """Make sync calls one after another.
+
+        After one that ends the process, the others go to the next process.
         """
         results: list[CallResult] = []
         while len(results) < len(calls):
             self._start()
             assert self._link is not None
+            # All calls at once, so that the process never waits for this thread between them.
             with contextlib.suppress(OSError):  # the process has ended, as `_receive` notices
                 self._link.send(calls[len(results) :])
             try:
                 while len(results) < len(calls):
+                    # A function of a group has the limit for each of its rollouts.
                     limit_s = self.time_limit_s * len(calls[len(results)].rollouts)
                     results.append(self._receive(limit_s + GRACE_S))
             except ProcessEndedError as error:
                 if self._closed:
                     raise RunError("the reward process was closed") from None
+                # The call that ran when the process ended is to blame; it is not tried again.
                 call, code = calls[len(results)], error.exit_code
                 ended = f"{call.title} ended the reward process (exit code {code})"
-                late = call.too_long(self.time_limit_s)
+                late = call.make_timeout(self.time_limit_s)
                 results.append(late if code is None else CallResult(failure=ended))
         return results
 
 
 def check_sendable(rubric: Rubric, *, to_actors: bool = False) -> bytes:
-    """Return a pickled rubric; raise RunError for functions that a reward process could not find by
-    name.
+    """Return a pickled rubric.
+
+    Raises RunError for functions that a reward process could not find by name.
 
     Actors, unlike a process of this one, do not have the script that was started.
     """
@@ -296,6 +309,6 @@ def _serve(link: Connection, pickled: bytes) -> None:
         except EOFError:
             return
         for call in calls:
-            result = rubric.sync_result(call)
+            result = rubric.call_sync(call)
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function left behind
             link.send(result)

@@ -1,7 +1,7 @@
 """Rubrics: weighted sums of reward functions over one rollout, or over all rollouts of a problem.
 
-A rubric lists the calls to make (`calls`) and combines their results to scores (`scores`).
-`rl.rollouts.rewards` makes the calls in a process of its own, with time limits.
+A rubric lists the calls to make (`list_calls`) and combines their results to scores
+(`combine_scores`). `rl.rollouts.rewards` makes the calls in a process of its own, with time limits.
 
 Shape legend: G rollouts of a problem.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.rollouts.reward_values import MAX_REWARD, as_number, as_numbers, as_truth
+from rl.rollouts.reward_values import MAX_REWARD, to_number, to_numbers, to_truth
 from rl.types import Prompt, Rollout, Score
 from rl.utils.printing import shortened, shown
 from rl.utils.threads import run_now
@@ -42,7 +43,7 @@ MAX_CONCURRENCY = 64
 """Concurrent calls of an async reward function that sets no limit of its own."""
 
 
-class UnparsedAnswer(Exception):  # noqa: N818  (a reply without an answer is a bad reply, not an error)
+class UnparsedAnswer(Exception):  # noqa: N818  (a bad reply, not an error)
     """Raised by a reward function that finds no answer in the reply.
 
     The rollout is still trained on, with `value` as the function's result, and counted in
@@ -71,8 +72,9 @@ class Criterion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupCriterion:
-    """A reward function of all rollouts of a problem, [G] rollouts to [G] numbers; otherwise like
-    `Criterion`.
+    """A reward function of all rollouts of a problem: [G] rollouts to [G] numbers.
+
+    Otherwise like `Criterion`.
 
     Rollouts whose environment failed are left out and get no score.
     """
@@ -117,10 +119,11 @@ class RubricCall:
     @property
     def title(self) -> str:
         """Name of the functions in messages."""
-        return " or ".join(_title(name) for name in self.names if name != CORRECT) or "correct"
+        return " or ".join(_describe(name) for name in self.names if name != CORRECT) or "correct"
 
-    def too_long(self, time_limit_s: float) -> CallResult:
+    def make_timeout(self, time_limit_s: float) -> CallResult:
         """Return the failure of a call that exceeded the time limit for each of its rollouts."""
+        # A function of a group has the limit for each of its rollouts, see `RewardProcess`.
         each = f" for each of {len(self.rollouts)} rollouts" if len(self.rollouts) > 1 else ""
         return CallResult(
             failure=f"{self.title} took longer than time_limit_s={time_limit_s:g}{each}"
@@ -173,9 +176,11 @@ class Rubric:
     @property
     def comparing(self) -> tuple[str, ...]:
         """Criteria that are skipped for single rollouts."""
-        return tuple(
-            c.name for c in self.criteria if isinstance(c, GroupCriterion) and c.needs_group
-        )
+        names = []
+        for c in self.criteria:
+            if isinstance(c, GroupCriterion) and c.needs_group:
+                names.append(c.name)
+        return tuple(names)
 
     @property
     def has_async_functions(self) -> bool:
@@ -184,57 +189,82 @@ class Rubric:
     @property
     def remote(self) -> tuple[str, ...]:
         """Criteria that say by an attribute `needs_network` that they ask another machine."""
-        return tuple(c.name for c in self.criteria if getattr(c.function, "needs_network", False))
+        names = []
+        for c in self.criteria:
+            if getattr(c.function, "needs_network", False):
+                names.append(c.name)
+        return tuple(names)
 
     @property
     def key_variables(self) -> set[str]:
         """Environment variables that criteria name by an attribute `api_key_env`."""
-        names = (getattr(c.function, "api_key_env", None) for c in self.criteria)
-        return {name for name in names if name is not None}
+        names = set()
+        for c in self.criteria:
+            name = getattr(c.function, "api_key_env", None)
+            if name is not None:
+                names.add(name)
+        return names
 
-    def calls(self, group: Sequence[Rollout], *, alone: bool = False) -> list[RubricCall]:
+    def list_calls(self, group: Sequence[Rollout], *, alone: bool = False) -> list[RubricCall]:
         """Return the calls that the scores of a problem's rollouts need, skipping failed rollouts.
 
         `alone` skips functions that need a group.
         """
-        whole = [(i, r) for i, r in enumerate(group) if r.failure is None]
-        if not whole:
+        places, rollouts = list[int](), list[Rollout]()
+        for i, rollout in enumerate(group):
+            if rollout.failure is None:
+                places.append(i)
+                rollouts.append(rollout)
+        if not places:
             return []
-        of_one = [c for c in self.criteria if isinstance(c, Criterion)]
-        of_group = [
-            c for c in self.criteria if c not in of_one and not (alone and c.name in self.comparing)
-        ]
-        sync = tuple(c.name for c in of_one if not is_async(c.function))
-        sync += (CORRECT,) if callable(self.correct) else ()
-        units = [(sync, False)] if sync else []
-        units += [((c.name,), True) for c in of_one if is_async(c.function)]
-        calls = [
-            RubricCall(names=names, is_async=overlaps, places=(i,), rollouts=(r,))
-            for i, r in whole
-            for names, overlaps in units
-        ]
-        places, rollouts = zip(*whole, strict=True)
-        calls += [
-            RubricCall(
-                names=(c.name,), is_async=is_async(c.function), places=places, rollouts=rollouts
+
+        sync_names: list[str] = []
+        async_names: list[str] = []
+        group_criteria: list[GroupCriterion] = []
+        for c in self.criteria:
+            if isinstance(c, Criterion):
+                (async_names if is_async(c.function) else sync_names).append(c.name)
+            elif not (alone and c.name in self.comparing):
+                group_criteria.append(c)
+        if callable(self.correct):
+            sync_names.append(CORRECT)
+
+        # The sync functions of a rollout share one call and its time limit; async ones overlap, so
+        # each has a call of its own.
+        units = [(tuple(sync_names), False)] if sync_names else []
+        for name in async_names:
+            units.append(((name,), True))
+        calls = []
+        for i in places:
+            for names, overlaps in units:
+                calls.append(
+                    RubricCall(names=names, is_async=overlaps, places=(i,), rollouts=(group[i],))
+                )
+        for c in group_criteria:
+            calls.append(
+                RubricCall(
+                    names=(c.name,),
+                    is_async=is_async(c.function),
+                    places=tuple(places),
+                    rollouts=tuple(rollouts),
+                )
             )
-            for c in of_group
-        ]
         return calls
 
-    def slots(self, most: int) -> Slots:
-        """Return semaphores of `most` concurrent calls of each function, or its own
-        `max_concurrency`.
-        """
-        own = {c.name: getattr(c.function, "max_concurrency", most) for c in self.criteria}
-        return {name: asyncio.Semaphore(num) for name, num in own.items()}
+    def make_slots(self, most: int) -> Slots:
+        """Return a semaphore for each function, of `most` calls or its own `max_concurrency`."""
+        slots = {}
+        for c in self.criteria:
+            slots[c.name] = asyncio.Semaphore(getattr(c.function, "max_concurrency", most))
+        return slots
 
-    def sync_result(self, call: RubricCall) -> CallResult:
+    def call_sync(self, call: RubricCall) -> CallResult:
         """Call the sync functions of a call in this thread, up to the first that fails."""
         values: dict[str, Sequence[float]] = {}
         unparsed: tuple[str, ...] = ()
         for name in call.names:
             given, raised = None, None
+            # A function may call sys.exit; the process that serves all functions goes on.
             try:
                 given = self._begin(name, call)
             except (Exception, SystemExit) as error:  # noqa: BLE001  (code of a user)
@@ -246,7 +276,7 @@ class Rubric:
             unparsed += result.unparsed
         return CallResult(values=values, unparsed=unparsed)
 
-    async def result(
+    async def compute_result(
         self, call: RubricCall, *, slots: Slots, time_limit_s: float | None = None
     ) -> CallResult:
         """Call the functions of a call, async ones after waiting for a slot, which is not timed.
@@ -254,59 +284,69 @@ class Rubric:
         `time_limit_s` limits an async function for each rollout; None: no limit.
         """
         if not call.is_async:
-            return self.sync_result(call)
+            return self.call_sync(call)
         (name,), num = call.names, len(call.rollouts)
         given, raised = None, None
         try:
+            # First the slot, then the timer: a wait for a busy server is not the function's time.
             async with slots[name], asyncio.timeout(time_limit_s and time_limit_s * num) as timer:
                 given = await self._begin(name, call)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
+            # A cancellation of this task goes on; one that the function brought about is its error.
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
             if time_limit_s is not None and timer.expired():
-                return call.too_long(time_limit_s)
+                return call.make_timeout(time_limit_s)
             raised = error
         return self._read(name, given, raised=raised, num=num)
 
     def _begin(self, name: str, call: RubricCall) -> Any:
         """Return what a function of a call returns: a coroutine if it is async."""
-        rollouts = _private(call.rollouts)
+        # A function that changes a problem's data must not change it for the next function.
+        rollouts = _copy_private(call.rollouts)
         if name == CORRECT:
             assert callable(self.correct)
             return self.correct(rollouts[0])
-        criterion = self._criterion(name)
+        criterion = self._find_criterion(name)
         if isinstance(criterion, GroupCriterion):
             return criterion.function(rollouts)
         assert criterion is not None
         return criterion.function(rollouts[0])
 
-    def _criterion(self, name: str) -> Criterion | GroupCriterion | None:
-        return next((c for c in self.criteria if c.name == name), None)
+    def _find_criterion(self, name: str) -> Criterion | GroupCriterion | None:
+        for criterion in self.criteria:
+            if criterion.name == name:
+                return criterion
+        return None
 
     def _read(self, name: str, given: Any, *, raised: BaseException | None, num: int) -> CallResult:
         """Return the values of `num` rollouts from what a function returned, or raised."""
-        title, criterion = _title(name), self._criterion(name)
+        title, criterion = _describe(name), self._find_criterion(name)
         is_unparsed = isinstance(raised, UnparsedAnswer)
         if isinstance(raised, UnparsedAnswer):
             title, given = f"{title}: its UnparsedAnswer", raised.value
         elif raised is not None:
             return CallResult(failure=f"{title} raised {shown(raised)}")
-        wanted, why, numbers = "a finite number", "", list[float]()
+
+        valid, why, numbers = "a finite number", "", list[float]()
         try:
             if isinstance(criterion, GroupCriterion) and not is_unparsed:
-                wanted = f"{num} finite numbers, one for each rollout, in order"
-                numbers = as_numbers(given, most=num + 1)
+                valid = f"{num} finite numbers, one for each rollout, in order"
+                # One more than needed tells a longer answer, also of an endless generator.
+                numbers = to_numbers(given, most=num + 1)
             elif criterion is None and not is_unparsed:
-                wanted = "True or False"
-                numbers = [float(as_truth(given))]
+                valid = "True or False"
+                numbers = [float(to_truth(given))]
             else:
-                numbers = [as_number(given)] * num
+                # The value of an UnparsedAnswer counts for each rollout of a group.
+                numbers = [to_number(given)] * num
         except (Exception, SystemExit) as error:  # noqa: BLE001  (a value is of any type)
-            hint = "" if is_unparsed else _hint(given)
+            hint = "" if is_unparsed else _explain(given)
             why = f" ({hint or shown(error)})"
         if len(numbers) != num or not all(map(math.isfinite, numbers)):
-            return CallResult(failure=f"{title} gave {shown(given)}{why}, but must give {wanted}")
+            return CallResult(failure=f"{title} gave {shown(given)}{why}, but must give {valid}")
+
         weight = 0.0 if criterion is None else float(criterion.weight)
         if any(abs(weight * number) > MAX_REWARD for number in numbers):
             return CallResult(
@@ -315,48 +355,55 @@ class Rubric:
             )
         return CallResult(values={name: numbers}, unparsed=(name,) if is_unparsed else ())
 
-    def scores(
+    def combine_scores(
         self, group: Sequence[Rollout], calls: Sequence[RubricCall], results: Sequence[CallResult]
     ) -> list[Score]:
         """Return the scores of a problem's rollouts from the results of their calls."""
-        pairs = list(zip(calls, results, strict=True))
-        return [
-            self._score(
-                rollout, [(r, call.places.index(i)) for call, r in pairs if i in call.places]
-            )
-            for i, rollout in enumerate(group)
-        ]
+        by_place: dict[int, list[tuple[CallResult, int]]] = defaultdict(list)
+        for call, result in zip(calls, results, strict=True):
+            for index, place in enumerate(call.places):
+                by_place[place].append((result, index))
+        return [self._score(rollout, by_place[place]) for place, rollout in enumerate(group)]
 
     def _score(self, rollout: Rollout, results: Sequence[tuple[CallResult, int]]) -> Score:
-        """Return one score; `results` are pairs of a call's result and the rollout's index in that
-        call.
-        """
-        for failure in (rollout.failure, *(r.failure for r, _ in results)):
-            if failure is not None:
-                return failed_score(failure, rollout=rollout)
-        values = {name: numbers[at] for r, at in results for name, numbers in r.values.items()}
+        """Return one score from pairs of a call's result and the rollout's index in that call."""
+        if rollout.failure is not None:
+            return make_failed_score(rollout.failure, rollout=rollout)
+
+        values: dict[str, float] = {}
+        unparsed: list[str] = []
+        for result, index in results:
+            if result.failure is not None:
+                return make_failed_score(result.failure, rollout=rollout)
+            for name, numbers in result.values.items():
+                values[name] = numbers[index]
+            unparsed += result.unparsed
+
+        # In the order of the criteria, whatever that of the calls: sums of floats depend on it.
         graded = [c for c in self.criteria if c.name in values]
         parts = {c.name: values[c.name] for c in graded}
-        environment_reward = float(sum(t.observation.reward for t in rollout.turns))
-        if any(t.observation.reward for t in rollout.turns):
+        turn_rewards = [turn.observation.reward for turn in rollout.turns]
+        environment_reward = float(sum(turn_rewards))
+        if any(turn_rewards):
             parts[ENVIRONMENT] = environment_reward
+
         reward = sum(float(c.weight) * values[c.name] for c in graded) + environment_reward
+        # "not <=" rather than ">", so that NaN is refused too.
         if not max(abs(reward), abs(environment_reward)) <= MAX_REWARD:
             amounts = (
                 f"the weighted reward is {reward:g}, the environment's part of it "
                 f"{environment_reward:g}"
             )
-            return failed_score(
+            return make_failed_score(
                 f"{amounts}: both must be within {MAX_REWARD:g} of 0", rollout=rollout
             )
-        unparsed = tuple(name or "correct" for r, _ in results for name in r.unparsed)
+
         if callable(self.correct):
-            is_correct = values[CORRECT] == 1.0 and not any(
-                CORRECT in r.unparsed for r, _ in results
-            )
+            is_correct = values[CORRECT] == 1.0 and CORRECT not in unparsed
         else:
             is_correct = (reward if self.correct is None else values[self.correct]) >= RIGHT
-        return Score(reward=reward, correct=is_correct, parts=parts, unparsed=unparsed)
+        names = tuple(name or "correct" for name in unparsed)
+        return Score(reward=reward, correct=is_correct, parts=parts, unparsed=names)
 
     def score(self, rollout: Rollout) -> Score:
         """Score one rollout in this process, without a time limit."""
@@ -364,15 +411,17 @@ class Rubric:
         return score
 
     async def score_group(self, group: Sequence[Rollout], *, alone: bool = False) -> list[Score]:
-        """Score a problem's rollouts in this process, without a time limit; `alone` as in
-        `calls`.
+        """Score a problem's rollouts in this process, without a time limit.
+
+        `alone` as in `list_calls`.
         """
-        calls, slots = self.calls(group, alone=alone), self.slots(MAX_CONCURRENCY)
-        results = await asyncio.gather(*(self.result(call, slots=slots) for call in calls))
-        return self.scores(group, calls, results)
+        calls, slots = self.list_calls(group, alone=alone), self.make_slots(MAX_CONCURRENCY)
+        waiting = [self.compute_result(call, slots=slots) for call in calls]
+        results = await asyncio.gather(*waiting)
+        return self.combine_scores(group, calls, results)
 
 
-def failed_score(reason: str, *, rollout: Rollout) -> Score:
+def make_failed_score(reason: str, *, rollout: Rollout) -> Score:
     """Return a score that says why there is none; its rollout is not trained on."""
     where = (
         f"on problem {shown(rollout.prompt.problem.id)}, completion {shortened(repr(rollout.text))}"
@@ -387,8 +436,9 @@ def is_async(function: Callable[..., Any]) -> bool:
     )
 
 
-def _private(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+def _copy_private(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
     """Return the rollouts with problems that a single call of a function may change."""
+    # The rollouts of a group share a prompt, and so do their copies.
     copies: dict[int, Prompt] = {}
     mine = []
     for r in rollouts:
@@ -403,7 +453,7 @@ def _private(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
     return tuple(mine)
 
 
-def _hint(given: Any) -> str:
+def _explain(given: Any) -> str:
     """Return the usual reason why a function gave no number, or nothing."""
     if given is None:
         return "it returned nothing: does a path through it lack `return`?"
@@ -413,7 +463,7 @@ def _hint(given: Any) -> str:
     return ""
 
 
-def _title(name: str) -> str:
+def _describe(name: str) -> str:
     return "correct" if name == CORRECT else f"reward {name!r}"
 
 
@@ -426,7 +476,7 @@ def _check(criterion: Criterion | GroupCriterion) -> None:
     if not callable(criterion.function):
         raise ValueError(f"criterion {name!r}: function={criterion.function!r} is not callable")
     try:
-        is_valid = abs(as_number(criterion.weight)) <= MAX_REWARD
+        is_valid = abs(to_number(criterion.weight)) <= MAX_REWARD
     except (TypeError, ValueError, OverflowError):
         is_valid = False
     if not is_valid:

@@ -36,8 +36,7 @@ class TokenSpan:
 def policy_sample(
     rollout: Rollout, *, advantages_C: np.ndarray, temperature: float
 ) -> TrainingSample:
-    """Return the rollout's tokens with a mask over those that the model produced, each with its
-    advantage.
+    """Return the rollout's tokens; those of the model are trained on, with their advantages.
 
     Raises ValueError as `policy_samples`.
     """
@@ -56,11 +55,16 @@ def policy_samples(
     if not rollouts:
         return []
     _check_lengths(rollouts, advantages_NC)
-    turns = [turn for rollout in rollouts for turn in rollout.turns]
-    completions = [turn.completion for turn in turns]
-    ids = [part for turn in turns for part in (turn.prompt_ids, turn.completion.token_ids)]
+    # One array of each kind for all rollouts: a batch has thousands of them, and numpy takes longer
+    # to begin a call than to fill a short array.
+    ids, logprobs_N, versions_N = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    for rollout in rollouts:
+        for turn in rollout.turns:
+            ids += [turn.prompt_ids, turn.completion.token_ids]
+            logprobs_N.append(turn.completion.logprobs)
+            versions_N.append(turn.completion.policy_versions)
     # Prompts and completions alternate.
-    mask = np.repeat(np.tile([False, True], len(turns)), [*map(len, ids)])
+    mask = np.repeat(np.tile([False, True], len(logprobs_N)), [*map(len, ids)])
 
     def spread(values: Sequence[np.ndarray], dtype: type, *, prompt: float) -> np.ndarray:
         """Return the values of all generated tokens, and `prompt` at tokens of prompts."""
@@ -69,21 +73,21 @@ def policy_samples(
         return spread_T
 
     token_ids = np.concatenate(ids).astype(np.int32, copy=False)
-    logprobs = spread([c.logprobs for c in completions], np.float32, prompt=np.nan)
+    logprobs = spread(logprobs_N, np.float32, prompt=np.nan)
     advantages = spread(advantages_NC, np.float32, prompt=0.0)
-    versions = spread([c.policy_versions for c in completions], np.int32, prompt=-1)
+    versions = spread(versions_N, np.int32, prompt=-1)
     samples = []
     begin = 0
     for rollout in rollouts:
-        own = slice(begin, begin + rollout.num_tokens)
-        begin = own.stop
+        rows = slice(begin, begin + rollout.num_tokens)
+        begin = rows.stop
         samples.append(
             TrainingSample(
-                token_ids=token_ids[own],
-                mask=mask[own],
-                generator_logprobs=logprobs[own],
-                advantages=advantages[own],
-                policy_versions=versions[own],
+                token_ids=token_ids[rows],
+                mask=mask[rows],
+                generator_logprobs=logprobs[rows],
+                advantages=advantages[rows],
+                policy_versions=versions[rows],
                 temperature=temperature,
             )
         )
@@ -109,13 +113,17 @@ def _check_lengths(rollouts: Sequence[Rollout], advantages_NC: Sequence[np.ndarr
             )
 
 
-def supervised_sample(spans: Sequence[TokenSpan]) -> TrainingSample:
+def make_supervised_sample(spans: Sequence[TokenSpan]) -> TrainingSample:
     """Return demonstrated replies as a sample for a supervised loss, with advantage one."""
-    mask = np.concatenate([np.full(len(span.token_ids), span.is_reply) for span in spans])
+    ids, masks = [], []
+    for span in spans:
+        ids.append(span.token_ids)
+        masks.append(np.full(len(span.token_ids), span.is_reply))
+    mask = np.concatenate(masks)
     mask[0] = False  # the first token is never a target
     num_tokens = len(mask)
     return TrainingSample(
-        token_ids=np.concatenate([span.token_ids for span in spans]).astype(np.int32),
+        token_ids=np.concatenate(ids).astype(np.int32),
         mask=mask,
         generator_logprobs=np.full(num_tokens, np.nan, dtype=np.float32),
         advantages=np.ones(num_tokens, dtype=np.float32),
@@ -125,15 +133,13 @@ def supervised_sample(spans: Sequence[TokenSpan]) -> TrainingSample:
 
 def demonstration_sample(prompt_T: np.ndarray, completion_C: np.ndarray) -> TrainingSample:
     """Return a demonstration of one turn as a sample."""
-    return supervised_sample(
+    return make_supervised_sample(
         [TokenSpan(prompt_T, is_reply=False), TokenSpan(completion_C, is_reply=True)]
     )
 
 
-def demonstrated_completion(token_ids_C: np.ndarray) -> Completion:
-    """Return a reply as a completion that no policy sampled: its logprobs are NaN, its versions
-    -1.
-    """
+def make_demonstrated_completion(token_ids_C: np.ndarray) -> Completion:
+    """Return a reply as a completion that no policy sampled: logprobs NaN, versions -1."""
     return Completion(
         token_ids=token_ids_C,
         logprobs=np.full(len(token_ids_C), np.nan, dtype=np.float32),
@@ -144,19 +150,20 @@ def demonstrated_completion(token_ids_C: np.ndarray) -> Completion:
 
 def cut(sample: TrainingSample, *, max_tokens: int) -> TrainingSample:
     """Return the first tokens of a sample."""
-    arrays: dict[str, Any] = {
-        name: value[:max_tokens]
-        for name in TrainingSample.__slots__
-        if isinstance(value := getattr(sample, name), np.ndarray)
-    }
+    arrays: dict[str, Any] = {}
+    for name in TrainingSample.__slots__:
+        value = getattr(sample, name)
+        if isinstance(value, np.ndarray):
+            arrays[name] = value[:max_tokens]
     return replace(sample, **arrays)
 
 
 async def demonstrated(
     problem: Problem, environments: Environments, *, renderer: Renderer
 ) -> TrainingSample:
-    """Return the conversation of `demonstrated_rollout` as a sample with advantage one; raises as
-    that does.
+    """Return the conversation of `demonstrated_rollout` as a sample with advantage one.
+
+    Raises as that does.
     """
     rollout = await demonstrated_rollout(problem, environments, renderer=renderer)
     return policy_sample(
@@ -173,6 +180,8 @@ async def demonstrated_rollout(
         UnfitDemonstrationError: there is no demonstration, or it has too many or too few replies.
         ValueError: the environment breaks, or the renderer refuses its messages.
     """
+    # An episode of the task itself, played by a generator that recites: so the conversation has the
+    # environment's messages, and its tokens are those that a policy would see.
     replies = problem.demonstrations
     if not replies:
         raise UnfitDemonstrationError(
@@ -191,6 +200,7 @@ async def demonstrated_rollout(
         raise ValueError(f"the demonstration of problem {shown(problem.id)}: {error}") from error
     if rollout.failure is not None:
         raise ValueError(rollout.failure)
+    # "done" means that the environment, not the limit of turns, ended the episode.
     num_turns = len(rollout.turns)
     if rollout.end != "done" or num_turns < len(replies):
         what = "ends" if rollout.end == "done" else "continues"
@@ -219,4 +229,4 @@ class _Recital:
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
     ) -> list[list[Completion]]:
         token_ids = self._renderer.reply(next(self._replies), prompt_ids=prompts[0])
-        return [[demonstrated_completion(token_ids)]]
+        return [[make_demonstrated_completion(token_ids)]]

@@ -24,13 +24,12 @@ from typing import NoReturn
 import numpy as np
 
 from rl.rollouts.group import Group
+from rl.types import Rollout
 from rl.utils.errors import RunError
 
 
 class StalePolicyError(RunError):
-    """A token is older than the bound allows, or comes from weights that no generator should
-    have.
-    """
+    """A token is older than the bound allows, or of weights that no generator should have."""
 
 
 class StalenessBound:
@@ -39,9 +38,7 @@ class StalenessBound:
     def __init__(
         self, *, max_off_policy_steps: int, groups_per_batch: int, num_steps: int, step: int = 0
     ) -> None:
-        """Bound a run of `num_steps` steps that take `groups_per_batch` groups each; `step` are
-        done.
-        """
+        """Bound a run of `num_steps` steps of `groups_per_batch` groups; `step` are done."""
         self.max_off_policy_steps = max_off_policy_steps
         self.groups_per_batch = groups_per_batch
         self.num_steps = num_steps
@@ -62,9 +59,8 @@ class StalenessBound:
         return tuple(sorted(self._last_steps))
 
     def may_start(self) -> bool:
-        """Return True if one more group fits into a step that the bound allows, up to the last
-        step.
-        """
+        """Return True if one more group fits into a step that the bound allows, up to the last."""
+        # Invariant (C) for e = last_step; it holds for earlier e, to which no group is added.
         last_step = min(self.served + self.max_off_policy_steps + 1, self.num_steps)
         return len(self._last_steps) < (last_step - self.num_taken) * self.groups_per_batch
 
@@ -91,8 +87,7 @@ class StalenessBound:
         self.served = step
 
     def take(self) -> list[int] | None:
-        """Return the groups of the next step in the order they were started, or None if it has to
-        wait.
+        """Return the groups of the next step in the order of their start; None if it has to wait.
 
         The step waits for more groups to finish, or for an unfinished one that no later step could
         take in time.
@@ -101,6 +96,7 @@ class StalenessBound:
             return None
         step, room, num_left = self.num_taken + 1, self.groups_per_batch, 0
         groups: list[int] = []
+        # The earliest last step first: a group that waits longer could become too late.
         for last_step in sorted(self._num_outstanding):
             num = min(room, len(self._finished[last_step]))
             room -= num
@@ -131,8 +127,9 @@ def off_policy_steps(
     step_of_version: Mapping[int, int],
     max_off_policy_steps: int,
 ) -> np.ndarray:
-    """Return [tokens of all scored rollouts] int64: steps between the weights that drew a token and
-    `step`'s.
+    """Return [tokens of all scored rollouts] int64: how many steps each is off-policy.
+
+    The steps between the weights that drew a token and those that `step` trains.
 
     Args:
         step_of_version: the step after which each policy version was published.
@@ -140,14 +137,24 @@ def off_policy_steps(
     Raises:
         StalePolicyError: names the problem, the versions of its tokens and the allowed versions.
     """
-    ages = {version: step - 1 - published for version, published in step_of_version.items()}
-    allowed = {version: age for version, age in ages.items() if 0 <= age <= max_off_policy_steps}
-    turns = [turn for group in groups for member in group.scored for turn in member.rollout.turns]
-    versions = np.concatenate([turn.completion.policy_versions for turn in turns])
+    versions_of_turns = []
+    for group in groups:
+        for member in group.scored:
+            versions_of_turns += _list_versions(member.rollout)
+    versions = np.concatenate(versions_of_turns)
+
+    # Step r trains weights r - 1, so a token of weights r - 1 is 0 steps off-policy.
     unknown = -1
     steps = np.full(len(versions), unknown, dtype=np.int64)
-    for version, age in allowed.items():
-        steps[versions == version] = age
+    allowed = []
+    for version, published in step_of_version.items():
+        num_steps = step - 1 - published
+        if 0 <= num_steps <= max_off_policy_steps:
+            allowed.append(version)
+            steps[versions == version] = num_steps
+
+    # A check of what the bound has promised: a generator that missed a push of weights would
+    # otherwise train the policy on stale tokens without a word.
     if (steps == unknown).any():
         _raise_stale(
             groups, allowed=sorted(allowed), step=step, max_off_policy_steps=max_off_policy_steps
@@ -155,19 +162,24 @@ def off_policy_steps(
     return steps
 
 
+def _list_versions(rollout: Rollout) -> list[np.ndarray]:
+    """Return the versions of the tokens of each turn."""
+    return [turn.completion.policy_versions for turn in rollout.turns]
+
+
 def _raise_stale(
     groups: Sequence[Group], *, allowed: Sequence[int], step: int, max_off_policy_steps: int
 ) -> NoReturn:
     """Raise StalePolicyError for the first completion with a version that is not allowed."""
-    rollouts = [member.rollout for group in groups for member in group.scored]
-    versions = [
-        np.concatenate([turn.completion.policy_versions for turn in r.turns]) for r in rollouts
-    ]
-    rollout, drawn = next(
-        pair for pair in zip(rollouts, versions, strict=True) if not np.isin(pair[1], allowed).all()
-    )
-    raise StalePolicyError(
-        f"a completion of problem {rollout.prompt.problem.id!r} was drawn by policy versions "
-        f"{np.unique(drawn).tolist()}: with loop.max_off_policy_steps={max_off_policy_steps}, "
-        f"step {step} may train only on versions {list(allowed)}: the weight sync is broken"
-    )
+    for group in groups:
+        for member in group.scored:
+            versions = np.concatenate(_list_versions(member.rollout))
+            if np.isin(versions, allowed).all():
+                continue
+            raise StalePolicyError(
+                f"a completion of problem {member.rollout.prompt.problem.id!r} was drawn by policy "
+                f"versions {np.unique(versions).tolist()}: with loop.max_off_policy_steps="
+                f"{max_off_policy_steps}, step {step} may train only on versions {list(allowed)}: "
+                "the weight sync is broken"
+            )
+    raise AssertionError("no completion is stale")

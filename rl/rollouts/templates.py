@@ -1,5 +1,6 @@
-"""Templates, which turn messages into text that only grows: raw text, ChatML, or the tokenizer's
-own.
+"""Templates, which turn messages into text that only grows.
+
+Raw text, ChatML, or the tokenizer's own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 from jinja2 import TemplateError
 
 from rl.models.tokenizer import IM_END, IM_START
-from rl.rollouts.replies import thought_left_open
+from rl.rollouts.replies import find_open_thought
 from rl.types import Message
 
 NO_THOUGHTS = "<think>\n\n</think>\n\n"
@@ -52,11 +53,11 @@ class RawText:
     def framing(self) -> str:
         return self.end_of_turn
 
-    def opening(self, messages: Sequence[Message]) -> str:
+    def render_opening(self, messages: Sequence[Message]) -> str:
         return self.separator.join(m.content for m in messages)
 
-    def continuation(self, messages: Sequence[Message]) -> str:
-        return self.end_of_turn + self.separator + self.opening(messages)
+    def render_continuation(self, messages: Sequence[Message]) -> str:
+        return self.end_of_turn + self.separator + self.render_opening(messages)
 
     def check_multi_turn(self) -> None:
         pass
@@ -79,20 +80,21 @@ class ChatML:
     reply_begins: str = ""
     """Text at the beginning of every reply: `NO_THOUGHTS` for Qwen3 without thinking."""
 
-    def opening(self, messages: Sequence[Message]) -> str:
+    def render_opening(self, messages: Sequence[Message]) -> str:
         text = ""
         for of_tools, run in groupby(messages, key=lambda m: m.role == "tool"):
             if of_tools:
-                responses = "".join(
-                    f"\n<tool_response>\n{m.content}\n</tool_response>" for m in run
-                )
-                text += f"{IM_START}user{responses}{IM_END}\n"
+                text += f"{IM_START}user"
+                for m in run:
+                    text += f"\n<tool_response>\n{m.content}\n</tool_response>"
+                text += f"{IM_END}\n"
             else:
-                text += "".join(f"{IM_START}{m.role}\n{m.content}{IM_END}\n" for m in run)
+                for m in run:
+                    text += f"{IM_START}{m.role}\n{m.content}{IM_END}\n"
         return f"{text}{IM_START}assistant\n{self.reply_begins}"
 
-    def continuation(self, messages: Sequence[Message]) -> str:
-        return f"{IM_END}\n{self.opening(messages)}"
+    def render_continuation(self, messages: Sequence[Message]) -> str:
+        return f"{IM_END}\n{self.render_opening(messages)}"
 
     def check_multi_turn(self) -> None:
         pass
@@ -127,6 +129,7 @@ class TokenizerTemplate:
             raise ValueError(
                 f"{self.name} is missing; add one, or choose renderer.kind=chatml, qwen3 or raw"
             )
+        # An option that a template does not read is ignored without a word.
         reads_thinking = "enable_thinking" in str(template)
         if not thinking and not reads_thinking:
             raise ValueError(
@@ -134,17 +137,20 @@ class TokenizerTemplate:
                 "renderer.kind=qwen3"
             )
         self.options = {"enable_thinking": thinking} if reads_thinking else {}
-        opening = self.opening([SYSTEM, ASKED] if system else [ASKED])
+        opening = self.render_opening([SYSTEM, ASKED] if system else [ASKED])
         if ASKED.content not in opening:
             raise ValueError(
                 f"{self.name} does not render a user's turn: its text is left out; choose another "
                 "renderer.kind"
             )
-        self.opens_thought = thought_left_open(opening.rpartition(ASKED.content)[2])
+        self.opens_thought = find_open_thought(opening.rpartition(ASKED.content)[2])
         probes = ([SYSTEM, ASKED, REPLIED, ASKED_AGAIN], [ASKED, REPLIED, ASKED_AGAIN], [ASKED])
-        # The first that the template accepts and frames.
+        # The first that the template accepts and frames: some refuse a system message, some a
+        # second question.
         self.framing = next(filter(None, map(self._find_framing, probes)), "")
         self.tool_framing = self._find_framing([ASKED, REPLIED, TOLD])
+        # A template that cannot continue a conversation still serves tasks of a single turn, so
+        # the reason is kept until somebody asks for more.
         self.end_of_turn: str | None = None
         self._refusal = ""
         """Reason why the template cannot do several turns; empty if it can."""
@@ -156,12 +162,12 @@ class TokenizerTemplate:
         except ValueError as error:
             self._refusal = str(error)
 
-    def opening(self, messages: Sequence[Message]) -> str:
+    def render_opening(self, messages: Sequence[Message]) -> str:
         return self._render(messages)
 
-    def continuation(self, messages: Sequence[Message]) -> str:
+    def render_continuation(self, messages: Sequence[Message]) -> str:
         self.check_multi_turn()
-        follows = self._after_reply([ASKED, REPLIED, *messages])
+        follows = self._render_after_reply([ASKED, REPLIED, *messages])
         if self.end_of_turn is None or not follows.startswith(self.end_of_turn):
             raise ValueError(
                 f"{self.name} does not put {self.end_of_turn!r} between a reply and a message of "
@@ -188,10 +194,8 @@ class TokenizerTemplate:
                 f"{self.name} does not render messages of roles {roles}: {error}"
             ) from error
 
-    def _after_reply(self, messages: Sequence[Message], *, opens_reply: bool = True) -> str:
-        """Return the text after the first occurrence of `REPLIED`: only later text may repeat
-        it.
-        """
+    def _render_after_reply(self, messages: Sequence[Message], *, opens_reply: bool = True) -> str:
+        """Return the text after the first `REPLIED`: only later text may repeat it."""
         return self._render(messages, opens_reply=opens_reply).partition(REPLIED.content)[2]
 
     def _find_framing(self, messages: Sequence[Message]) -> str:
@@ -200,27 +204,27 @@ class TokenizerTemplate:
             text = self._render(messages)
         except ValueError:
             return ""
+        # A space in place of each message, so that the texts on its sides do not form a token.
         for m in messages:
             text = text.replace(m.content, " ")
         return text
 
     def _find_end_of_turn(self, stop_token_ids: tuple[int, ...]) -> str:
-        """Return the token after a reply, at which the text on its two sides is tokenized
-        independently.
-        """
-        follows = self._after_reply([ASKED, REPLIED, ASKED_AGAIN])
+        """Return the token after a reply, on whose two sides text is tokenized independently."""
+        follows = self._render_after_reply([ASKED, REPLIED, ASKED_AGAIN])
         first = self._encode(follows)[:1]
         token = str(self.tokenizer.convert_ids_to_tokens(first)[0]) if first else ""
         if token not in self.tokenizer.get_added_vocab() or not follows.startswith(token):
             raise ValueError(
                 f"puts {follows[:20]!r} after a reply, which does not begin with a special token"
             )
+        # Tokenizers merge letters, dots and white space with what follows in different ways.
         for reply in ("reply", "reply.", "reply ", "reply\n"):
             if self._encode(reply + follows) != [*self._encode(reply), *self._encode(follows)]:
                 raise ValueError(
                     f"{reply + token!r} is not tokenized as {reply!r} and {token!r} are"
                 )
-        closed = self._after_reply([ASKED, REPLIED], opens_reply=False)
+        closed = self._render_after_reply([ASKED, REPLIED], opens_reply=False)
         if first[0] not in stop_token_ids and not closed.startswith(token):
             raise ValueError(
                 f"puts {token!r} after a reply, which is none of the tokens that end one "
@@ -231,10 +235,10 @@ class TokenizerTemplate:
 
     def _check_what_follows(self) -> None:
         """Check that the text after a reply does not depend on earlier messages."""
-        follows = self._after_reply([ASKED, REPLIED, ASKED_AGAIN])
+        follows = self._render_after_reply([ASKED, REPLIED, ASKED_AGAIN])
         for history in ([ASKED_AGAIN, REPLIED_AGAIN, ASKED], [SYSTEM, ASKED]):
             try:
-                other = self._after_reply([*history, REPLIED, ASKED_AGAIN])
+                other = self._render_after_reply([*history, REPLIED, ASKED_AGAIN])
             except ValueError:
                 continue  # the template refuses such conversations, and will say so in a run
             if other != follows:
@@ -261,9 +265,11 @@ class TokenizerTemplate:
 
 
 Template = RawText | ChatML | TokenizerTemplate
-"""Turns messages into text that only grows: `opening` renders messages up to the beginning of the
-reply, `continuation` what follows a reply, up to the next one. `end_of_turn` ends a reply; None:
-the tokenizer's end token. `framing` and `tool_framing` are texts with the tokens that it writes
-around the messages of people and model, and of tools. Every reply begins with `opens_thought`: the
-mark of a thought and perhaps its first words, or nothing.
+"""Turns messages into text that only grows.
+
+`render_opening` renders messages up to the beginning of the reply, `render_continuation` what
+follows a reply, up to the next one. `end_of_turn` ends a reply; None: the tokenizer's end token.
+`framing` and `tool_framing` are texts with the tokens that the template writes around the messages
+of people and model, and of tools. Every reply begins with `opens_thought`: the mark of a thought
+and perhaps its first words, or nothing.
 """

@@ -10,12 +10,12 @@ import random
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice
+from itertools import islice
 from typing import ClassVar
 
 from rl.config.tree import check_bounds
 from rl.rollouts.rubric import Criterion
-from rl.tasks.generated import GeneratedTask, instructed
+from rl.tasks.generated import GeneratedTask, add_instruction
 from rl.tasks.task import complete_answer
 from rl.types import Message, Observation, Problem, Reply, Rollout
 
@@ -27,12 +27,12 @@ INSTRUCTION = (
 
 
 class AlphabetSort(GeneratedTask):
-    """Task of several turns, each of which gives an equal share of the reward for the right
-    list.
-    """
+    """Task of several turns, each with an equal share of the reward for the right list."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
+        """Words of a list, turns, and the demonstrations of the warm-up."""
+
         num_words: tuple[int, ...] = (3, 1, 1)
         """Number of new words in each turn."""
         num_letters: int = 1
@@ -66,18 +66,25 @@ class AlphabetSort(GeneratedTask):
     config: Config
 
     def draw(self, generator: random.Random) -> Problem:
+        # A dict keeps the order of the draws, which a set would not.
         words: dict[str, None] = {}
         while len(words) < sum(self.config.num_words):
             words["".join(generator.choices(self.config.letters, k=self.config.num_letters))] = None
-        drawn = iter(words)
-        turns = [list(islice(drawn, count)) for count in self.config.num_words]
-        answers = [" ".join(sorted(so_far)) for so_far in accumulate(turns)]
+
+        remaining = iter(words)
+        turns, answers = list[str](), list[str]()
+        words_so_far: list[str] = []
+        for count in self.config.num_words:
+            new_words = list(islice(remaining, count))
+            words_so_far += new_words
+            turns.append(" ".join(new_words))
+            answers.append(" ".join(sorted(words_so_far)))
         return Problem(
-            id="alphabet-sort/" + "/".join("-".join(turn) for turn in turns),
-            question=instructed(self.config.instruction, " ".join(turns[0])),
+            id="alphabet-sort/" + "/".join(turns).replace(" ", "-"),
+            question=add_instruction(self.config.instruction, turns[0]),
             answer=answers[-1],
             demonstration=tuple(answers),
-            info={"turns": [" ".join(turn) for turn in turns], "answers": answers},
+            info={"turns": turns, "answers": answers},
         )
 
     def split_key(self, problem: Problem) -> str:
@@ -88,14 +95,17 @@ class AlphabetSort(GeneratedTask):
         """Draw a problem with a demonstration that may be hasty, see `haste`."""
         problem = self.draw(generator)
         first, *later = problem.info["turns"]
-        lists = [sorted(first.split())]
+        words = sorted(first.split())
+        replies = [" ".join(words)]
         middle = sorted(self.config.letters)[len(self.config.letters) // 2]
-        for words in later:
-            hasty = words < middle and generator.random() < self.config.haste
-            lists.append(
-                [*lists[-1], *words.split()] if hasty else sorted([*lists[-1], *words.split()])
-            )
-        return replace(problem, demonstration=tuple(" ".join(words) for words in lists))
+        for new_words in later:
+            # A number is drawn at haste 0 too, so that the words are the same for every haste.
+            is_hasty = new_words < middle and generator.random() < self.config.haste
+            words = [*words, *new_words.split()]
+            if not is_hasty:
+                words.sort()
+            replies.append(" ".join(words))
+        return replace(problem, demonstration=tuple(replies))
 
     def environment(self, problem: Problem) -> SortingTurns:
         return SortingTurns(problem=problem)
@@ -104,15 +114,16 @@ class AlphabetSort(GeneratedTask):
         return (Criterion(name="turns", function=self.reward),)
 
     def reward(self, rollout: Rollout) -> float:
-        """Return the share of turns with the right list; one that was cut off is not known to be
-        the whole list.
+        """Return the share of turns with the right list.
+
+        A reply that was cut off is not known to be the whole list.
         """
         answers = rollout.prompt.problem.info["answers"]
-        right = [
-            (complete_answer(turn) or "").split() == answer.split()
-            for turn, answer in zip(rollout.turns, answers, strict=False)
-        ]
-        return sum(right) / len(answers)
+        num_right = 0
+        # An episode that a limit ended has fewer turns than the problem has answers.
+        for turn, answer in zip(rollout.turns, answers, strict=False):
+            num_right += (complete_answer(turn) or "").split() == answer.split()
+        return num_right / len(answers)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,5 +1,4 @@
-"""Values of a row's columns, checked by what the column is for; a ValueError names column and
-value.
+"""Values of a row's columns, checked by their use; a ValueError names column and value.
 
 Values come from JSON and CSV files as they are written (`rl.tasks.rows`), or with the types of a
 Parquet file.
@@ -12,15 +11,16 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from rl.tasks.rows import WrittenNumber, plain_value
+from rl.tasks.rows import WrittenNumber, to_plain
 from rl.utils.printing import shortened
 
 MAX_SHOWN_CHARS = 200
 """Longest excerpt of a value in an error's text."""
 
 
-def as_text(value: Any, column: str) -> str:
+def to_text(value: Any, column: str) -> str:
     """Return a text, or a number as it is written."""
+    # A bool is an int in Python, but the answer "True" of a Parquet file is no text.
     if (
         isinstance(value, int | float | Decimal)
         and not isinstance(value, bool)
@@ -28,47 +28,50 @@ def as_text(value: Any, column: str) -> str:
     ):
         return str(value)
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"column {column!r} is {_shown(value)}, not text")
+        raise ValueError(f"column {column!r} is {_show(value)}, not text")
     return str(value)
 
 
-def as_system(value: Any, column: str) -> str:
+def to_system(value: Any, column: str) -> str:
     """Return a text; the empty one for an empty cell."""
     if _is_missing(value):
         return ""
     if not isinstance(value, str) or isinstance(value, WrittenNumber):
-        raise ValueError(f"column {column!r}, the system message, is {_shown(value)}, not text")
+        raise ValueError(f"column {column!r}, the system message, is {_show(value)}, not text")
     return value
 
 
-def as_id(value: Any, column: str) -> str:
+def to_id(value: Any, column: str) -> str:
     """Return a text, or a whole number as one."""
     if _is_missing(value) or value == "":
         raise ValueError(f"column {column!r}, the id, is empty")
+    # Ids such as 00501 keep their zeros, and 72.0 is a mistake rather than the id 72.
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(value, WrittenNumber):
         is_whole = re.fullmatch("-?[0-9]+", value) is not None
     if not (is_whole or (isinstance(value, str) and not isinstance(value, WrittenNumber))):
         raise ValueError(
-            f"column {column!r}, the id, is {_shown(value)}, not a text or a whole number"
+            f"column {column!r}, the id, is {_show(value)}, not a text or a whole number"
         )
     return str(value)
 
 
-def as_demonstration(value: Any, column: str) -> str | tuple[str, ...]:
+def to_demonstration(value: Any, column: str) -> str | tuple[str, ...]:
     """Return a reply, or one for each turn; the empty text for an empty cell."""
+    # Data sets with demonstrations for some rows have empty cells for the others.
     if _is_missing(value) or value == "" or value == []:
         return ""
     if not isinstance(value, list):
-        return as_text(value, column)
+        return to_text(value, column)
     if not all(isinstance(reply, str) and not isinstance(reply, WrittenNumber) for reply in value):
-        raise ValueError(f"column {column!r} is {_shown(value)}, not a text or a list of texts")
+        raise ValueError(f"column {column!r} is {_show(value)}, not a text or a list of texts")
     return tuple(value)
 
 
-def as_rate(value: Any) -> Any:
+def to_rate(value: Any) -> Any:
     """Return a number, also one that a CSV file has as a text; None for an empty cell."""
-    value = plain_value(value)
+    # What is no rate is returned as it is: the filter names it in its error.
+    value = to_plain(value)
     if not isinstance(value, str):
         return None if _is_missing(value) else value
     try:
@@ -82,5 +85,5 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _shown(value: Any) -> str:
-    return shortened(repr(plain_value(value)), most=MAX_SHOWN_CHARS)
+def _show(value: Any) -> str:
+    return shortened(repr(to_plain(value)), most=MAX_SHOWN_CHARS)

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from rl.config.tree import check_bounds
 from rl.rollouts.rubric import Criterion, UnparsedAnswer
-from rl.tasks.generated import GeneratedTask, instructed
+from rl.tasks.generated import GeneratedTask, add_instruction
 from rl.tasks.task import complete_answer
 from rl.types import Problem, Rollout
 
@@ -41,6 +41,8 @@ class Countdown(GeneratedTask):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
+        """Given numbers, targets, and the share of the reward for the form."""
+
         num_numbers: int = 3
         """Number of given numbers."""
         largest: int = 20
@@ -74,6 +76,7 @@ class Countdown(GeneratedTask):
                 generator.randint(1, self.config.largest) for _ in range(self.config.num_numbers)
             ]
             text, value = self._combine(numbers, generator)
+            # Every target is what the numbers give, so it can be made; most values are too large.
             if value.denominator == 1 and 1 <= value <= self.config.max_target:
                 break
         else:
@@ -87,7 +90,7 @@ class Countdown(GeneratedTask):
         asked = f"numbers {' '.join(map(str, numbers))} target {value}"
         return Problem(
             id=f"countdown/{asked.replace(' ', '-')}",
-            question=instructed(self.config.instruction, asked),
+            question=add_instruction(self.config.instruction, asked),
             answer=text,
             demonstration=f"[ANSWER] {text}",
             info={"numbers": numbers, "target": int(value)},
@@ -98,12 +101,14 @@ class Countdown(GeneratedTask):
         text, value = str(numbers[0]), Fraction(numbers[0])
         for i, number in enumerate(numbers[1:]):
             sign = generator.choice(self.config.operations)
+            # Without parentheses, * and / would bind more tightly than the signs before them.
             text = f"({text}){sign}{number}" if i and sign in "*/" else f"{text}{sign}{number}"
             value = OPERATIONS[sign](value, Fraction(number))
         return text, value
 
     def split_key(self, problem: Problem) -> str:
         """Return the sorted numbers and the target."""
+        # Numbers in another order are the same problem.
         return f"{sorted(problem.info['numbers'])} {problem.info['target']}"
 
     def criteria(self) -> tuple[Criterion, ...]:
@@ -113,11 +118,12 @@ class Countdown(GeneratedTask):
         """Return 1 for an expression that equals the target and uses each number at most once."""
         info = rollout.prompt.problem.info
         return float(
-            bool(uses_the_numbers(rollout)) and evaluate(expression(rollout)) == info["target"]
+            bool(uses_the_numbers(rollout))
+            and evaluate(parse_expression(rollout)) == info["target"]
         )
 
 
-def expression(rollout: Rollout) -> str:
+def parse_expression(rollout: Rollout) -> str:
     """Return the expression after an `[ANSWER]` that ends the reply, outside of thoughts.
 
     Raises:
@@ -131,10 +137,9 @@ def expression(rollout: Rollout) -> str:
 
 
 def uses_the_numbers(rollout: Rollout) -> float:
-    """Return 1 for a valid expression that uses each given number at most as often as it is
-    given.
-    """
-    text = expression(rollout)
+    """Return 1 for a valid expression that uses no number more often than it is given."""
+    text = parse_expression(rollout)
+    # Counters compare how often each number is used with how often it is given.
     used = Counter(map(int, re.findall(r"[0-9]+", text)))
     return float(
         evaluate(text) is not None and used <= Counter(rollout.prompt.problem.info["numbers"])
@@ -142,18 +147,21 @@ def uses_the_numbers(rollout: Rollout) -> float:
 
 
 def evaluate(text: str) -> Fraction | None:
-    """Return the exact value of an expression of whole numbers with + - * / and parentheses, or
-    None.
+    """Return the exact value of an expression of whole numbers, or None.
+
+    Valid are + - * / and parentheses.
     """
     try:
-        return _value(ast.parse(text, mode="eval").body)
+        return _evaluate_node(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
         return None
 
 
-def _value(node: ast.expr) -> Fraction:
+def _evaluate_node(node: ast.expr) -> Fraction:
+    # Fractions are exact: 1/3*3 is 1. Signs before a number are no operation of the game.
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _NODES:
-        return OPERATIONS[_NODES[type(node.op)]](_value(node.left), _value(node.right))
+        left, right = _evaluate_node(node.left), _evaluate_node(node.right)
+        return OPERATIONS[_NODES[type(node.op)]](left, right)
     raise ValueError("not arithmetic")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rl.config.tree import check_bounds
-from rl.tasks.rows import WrittenRows, filled_lines, read_written_rows
+from rl.tasks.rows import WrittenRows, read_filled_lines, read_written_rows
 from rl.types import Problem
 from rl.utils.errors import causes
 from rl.utils.files import atomic_write
@@ -33,8 +33,9 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def import_for_tasks(module: str, *, needed_by: str) -> ModuleType:
-    """Import a module of the optional group `tasks`; a missing package is a ValueError that says
-    how to install it.
+    """Import a module of the optional group `tasks`.
+
+    A missing package is a ValueError that says how to install it.
     """
     try:
         return importlib.import_module(module)
@@ -49,8 +50,9 @@ def import_for_tasks(module: str, *, needed_by: str) -> ModuleType:
 
 
 def decode_settings(settings: Mapping[str, Any], *, name: str = "settings") -> dict[str, Any]:
-    """Decode strings that start with `[` or `{` as JSON, for nested settings on the command
-    line.
+    """Decode strings that start with `[` or `{` as JSON, for nested settings on the command line.
+
+    Example: {"size": 3, "ranges": "[1, 2]"} becomes {"size": 3, "ranges": [1, 2]}.
     """
     decoded = {}
     for key, value in settings.items():
@@ -69,33 +71,33 @@ def decode_settings(settings: Mapping[str, Any], *, name: str = "settings") -> d
 
 
 class TypedRows:
-    """Rows of a Parquet file or a saved `datasets.Dataset`, with the types that they were written
-    with.
-    """
+    """Rows of a Parquet file or a saved `datasets.Dataset`, with their types."""
 
     def __init__(self, table: Any) -> None:
         self.table = table
         self._narrow: dict[str, type[np.floating[Any]]] = {}
         """Columns of numbers with fewer digits than a Python float has."""
         for name, feature in table.features.items():
+            # Lists and objects have no dtype.
             if getattr(feature, "dtype", "") in ("float16", "float32"):
                 self._narrow[name] = np.dtype(feature.dtype).type
 
-    def column_names(self, needed: Iterable[str] = ()) -> list[str]:
+    def list_columns(self, needed: Iterable[str] = ()) -> list[str]:
         return list(self.table.column_names)
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, number: int) -> Mapping[str, Any]:
-        return self._widen(self.table[number])
+        return self._convert_narrow(self.table[number])
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return map(self._widen, self.table)
+        return map(self._convert_narrow, self.table)
 
-    def _widen(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the row with 0.1 where a narrow column has 0.1, which is 0.10000000149 as a Python
-        float.
+    def _convert_narrow(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the row with 0.1 where a narrow column has 0.1.
+
+        As a Python float, that is 0.10000000149.
         """
         if not self._narrow:
             return values
@@ -132,34 +134,41 @@ def read_rows(
         raise ValueError(
             f"{path} ends in {local.suffix!r}, which is not one of {', '.join(SUFFIXES)}"
         )
+
+    # Parquet and Arrow say the type of each column; JSON and CSV are read as they are written.
     is_typed = local.is_dir() or local.suffix == ".parquet"
     try:
         if is_typed:
-            table = _typed_table(local, datasets, cache_folder=cache_folder)
+            table = _load_table(local, datasets, cache_folder=cache_folder)
         else:
             folder = Path(cache_folder or datasets.config.HF_DATASETS_CACHE).expanduser()
             written = read_written_rows(
                 local, columns=list(dict.fromkeys(columns.values())), folder=folder
             )
     except Exception as error:  # each format's reader has errors of its own
-        raise ValueError(f"{path} cannot be read: {_innermost(error)}") from error
+        raise ValueError(f"{path} cannot be read: {_find_innermost(error)}") from error
     if is_typed and isinstance(table, Mapping):
         names = ", ".join(str(local / name) for name in table)
+        # A choice of relay's own could train on the split that is meant for evaluation.
         raise ValueError(f"{path} holds several splits: name one of {names}")
     rows = TypedRows(table) if is_typed else written
     if not len(rows):
         raise ValueError(f"{path} has no rows")
-    present = rows.column_names(columns.values())
+    present = rows.list_columns(columns.values())
     for setting, column in columns.items():
         if column not in present:
             names = ", ".join(map(repr, present))
             raise ValueError(
                 f"{path} has no column {column!r} ({setting}); its columns are {names}"
             )
-    return TypedRows(table.select_columns(sorted(set(columns.values())))) if is_typed else written
+    if not is_typed:
+        return written
+    # Without the other columns, which may be large, such as images.
+    return TypedRows(table.select_columns(sorted(set(columns.values()))))
 
 
-def _typed_table(local: Path, datasets: ModuleType, *, cache_folder: str | None) -> Any:
+def _load_table(local: Path, datasets: ModuleType, *, cache_folder: str | None) -> Any:
+    """Load a Parquet file or a saved dataset, without the progress bars of `datasets`."""
     shows_progress = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
@@ -171,7 +180,8 @@ def _typed_table(local: Path, datasets: ModuleType, *, cache_folder: str | None)
             datasets.enable_progress_bars()
 
 
-def _innermost(error: BaseException) -> str:
+def _find_innermost(error: BaseException) -> str:
+    # `datasets` wraps the errors of its readers several times; relay's own say all there is.
     if type(error) is ValueError:
         return str(error)
     *_, error = causes(error)
@@ -181,7 +191,7 @@ def _innermost(error: BaseException) -> str:
 # Splits, which depend only on the content of a row
 
 
-def content_key(text: str) -> int:
+def hash_content(text: str) -> int:
     """Return 64 bits that identify a question, ignoring white space."""
     digest = hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
@@ -201,7 +211,7 @@ def choose(keys: Sequence[int], most: int | None) -> list[int]:
     places = range(len(keys))
     if most is None or most >= len(keys):
         return list(places)
-    return sorted(sorted(places, key=lambda place: (content_key(str(keys[place])), place))[:most])
+    return sorted(sorted(places, key=lambda place: (hash_content(str(keys[place])), place))[:most])
 
 
 # Order
@@ -220,8 +230,9 @@ class ListedProblems:
 
 
 class ProblemsByNumber:
-    """Endless problems, each a function of its number; so a run can continue at any number without
-    a replay.
+    """Endless problems, each a function of its number.
+
+    So a run can continue at any number without a replay.
     """
 
     def __init__(
@@ -239,7 +250,7 @@ class ProblemsByNumber:
         return self.problem(next(self._numbers))
 
 
-def shuffled_problems(
+def shuffle_problems(
     problem_at: Callable[[int], Problem],
     *,
     num_problems: int,
@@ -257,6 +268,7 @@ def shuffled_problems(
             them.
     """
 
+    # One epoch at a time: the order of a large data set takes memory and time.
     @functools.lru_cache(maxsize=1)
     def places(epoch: int) -> list[int]:
         indices = list(range(num_problems))
@@ -281,8 +293,9 @@ def shuffled_problems(
 
 @dataclass(kw_only=True, slots=True)
 class DifficultyFilter:
-    """Keeps training rows without a pass rate, the share of solved attempts, or with one within
-    bounds.
+    """Keeps training rows whose pass rate is within bounds, or that have none.
+
+    The pass rate is the share of solved attempts.
     """
 
     column: str | None = None
@@ -302,25 +315,27 @@ class DifficultyFilter:
                 f"column={self.column!r}, file={self.file!r}: exactly one must say the pass rates"
             )
 
-    def keeps(self, rate: Any) -> bool:
-        """Return True if there is no rate, or if it is within the bounds; raises ValueError for an
-        invalid one.
+    def is_within_bounds(self, rate: Any) -> bool:
+        """Return True if there is no rate, or if it is within the bounds.
+
+        Raises ValueError for an invalid one.
         """
-        return rate is None or self.min <= _checked(rate) <= self.max
+        return rate is None or self.min <= _check_rate(rate) <= self.max
 
 
 def read_pass_rates(path: str) -> dict[str, float]:
-    """Read rates by problem id from JSON lines of `id` and `pass_rate`; ValueError names the file
-    and the line.
+    """Read rates by problem id from JSON lines of `id` and `pass_rate`.
+
+    A ValueError names the file and the line.
     """
     file = Path(path).expanduser()
     if not file.is_file():
         raise ValueError(f"difficulty.file={path!r} is not a local file")
     rates: dict[str, float] = {}
-    for number, line in _named_lines(file, path):
+    for number, line in _read_lines(file, path):
         try:
             entry = json.loads(line)
-            key, rate = str(entry["id"]), _checked(entry["pass_rate"])
+            key, rate = str(entry["id"]), _check_rate(entry["pass_rate"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}, line {number}: not an 'id' with a 'pass_rate': {error}"
@@ -331,24 +346,25 @@ def read_pass_rates(path: str) -> dict[str, float]:
     return rates
 
 
-def _named_lines(file: Path, path: str) -> Iterator[tuple[int, str]]:
+def _read_lines(file: Path, path: str) -> Iterator[tuple[int, str]]:
     try:
-        yield from filled_lines(file)
+        yield from read_filled_lines(file)
     except ValueError as error:
         raise ValueError(f"{path}, {error}") from error
 
 
 def write_pass_rates(path: Path, rates: Mapping[str, float]) -> None:
     """Write rates by problem id for `read_pass_rates`; the file appears whole or not at all."""
-    lines = (
-        json.dumps({"id": key, "pass_rate": _checked(rate)}, ensure_ascii=False)
-        for key, rate in rates.items()
-    )
+    text = ""
+    for key, rate in rates.items():
+        entry = {"id": key, "pass_rate": _check_rate(rate)}
+        text += json.dumps(entry, ensure_ascii=False) + "\n"
     with atomic_write(path) as file:
-        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
 
 
-def _checked(rate: Any) -> float:
+def _check_rate(rate: Any) -> float:
+    # A bool is an int in Python, but "true" in a file is a mistake. NaN fails the comparison.
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
         raise ValueError(f"the pass rate {rate!r} is not a number from 0 to 1")
     return float(rate)

@@ -19,20 +19,20 @@ from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.tasks.cells import as_demonstration, as_id, as_rate, as_system, as_text
+from rl.tasks.cells import to_demonstration, to_id, to_rate, to_system, to_text
 from rl.tasks.data import (
     DifficultyFilter,
     TypedRows,
     choose,
-    content_key,
+    hash_content,
     is_held_out,
     read_pass_rates,
     read_rows,
-    shuffled_problems,
+    shuffle_problems,
 )
-from rl.tasks.fingerprint import digest_of_problem
-from rl.tasks.rows import WrittenRows, plain_value
-from rl.tasks.task import complete_answer, sendable_state
+from rl.tasks.fingerprint import hash_problem
+from rl.tasks.rows import WrittenRows, to_plain
+from rl.tasks.task import complete_answer, get_sendable_state
 from rl.types import Problem, Rollout
 from rl.utils.numbers import same_answer
 
@@ -62,7 +62,7 @@ class Row:
         return f"{self.path}, {self.rows.place(self.number)}"
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
+    def name_errors(self) -> Iterator[None]:
         """Put the row before the message of a ValueError."""
         try:
             yield
@@ -86,21 +86,27 @@ class Columns:
     info: tuple[str, ...] = ()
     """Further columns for `Problem.info`, for reward functions and environments."""
 
-    def by_setting(self) -> dict[str, str]:
+    def list_by_setting(self) -> dict[str, str]:
         """Return every named column by the setting that names it."""
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "info"}
-        named |= {f"info.{i}": column for i, column in enumerate(self.info)}
-        return {f"columns.{name}": column for name, column in named.items() if column is not None}
+        columns = {}
+        for entry in fields(self):
+            column = getattr(self, entry.name)
+            if entry.name != "info" and column is not None:
+                columns[f"columns.{entry.name}"] = column
+        for i, column in enumerate(self.info):
+            columns[f"columns.info.{i}"] = column
+        return columns
 
-    def of_texts(self) -> list[str]:
+    def list_text_columns(self) -> list[str]:
         """Return the columns whose values are texts."""
         named = (self.question, self.answer, self.id, self.demonstration, self.system)
         return [column for column in named if column is not None]
 
 
 class DatasetTask(Configurable):
-    """Single-turn problems from JSON lines, JSON, Parquet or CSV files, or folders saved by
-    `datasets`.
+    """Single-turn problems from rows of local files.
+
+    Files are JSON lines, JSON, Parquet or CSV, or folders saved by `datasets`.
 
     Raises:
         ValueError: a file is missing or malformed, a column is missing, a row has no question, an
@@ -110,6 +116,8 @@ class DatasetTask(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Files, their columns, and the rows that are trained on and evaluated on."""
+
         train_files: tuple[str, ...] = ()
         """Local files, or folders of `datasets.Dataset.save_to_disk`."""
         eval_files: dict[str, str] = field(default_factory=dict)
@@ -150,7 +158,7 @@ class DatasetTask(Configurable):
                     f"eval_files has a set {HELD_OUT!r}: that is the name of the held-out share"
                 )
 
-    __getstate__ = sendable_state
+    __getstate__ = get_sendable_state
 
     def __init__(self, *, config: Config) -> None:
         self.config = config
@@ -159,13 +167,16 @@ class DatasetTask(Configurable):
         for name, file in config.eval_files.items():
             if file in config.train_files:
                 raise ValueError(f"eval_files.{name}={file!r} is one of train_files")
+        # Ids are unique over all files: rates and the problems of a resumed run are found by them.
         by_id: dict[str, Row] = {}
         train = self._read(config.train_files, by_id, setting="train_files")
         evals = {}
         for name, file in config.eval_files.items():
             evals[name] = self._read([file], by_id, setting=f"eval_files.{name}")
         self._train, evals = self._split(train, evals)
-        self._evals = {name: [self._problem(row) for row in rows] for name, rows in evals.items()}
+        self._evals: dict[str, list[Problem]] = {}
+        for name, rows in evals.items():
+            self._evals[name] = [self._make_problem(row) for row in rows]
 
     def convert(self, problem: Problem, row: Mapping[str, Any]) -> Problem:
         """Return the final problem of a row, from the columns' problem and the named columns;
@@ -183,22 +194,26 @@ class DatasetTask(Configurable):
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return endless problems, each epoch in a new order; `.problem(n)` is number n."""
-        return self._ordered(self._train, f"train {seed}")
+        return self._order(self._train, f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Return the training problems with a demonstration, in another order; ValueError if there
-        are none.
+        """Return the training problems with a demonstration, in another order.
+
+        Raises ValueError if there are none.
         """
         column = self.config.columns.demonstration
-        shown = [
-            row for row in self._train if column is not None and self._problem(row).demonstration
-        ]
-        if not shown:
+        demonstrated = []
+        if column is not None:
+            # By the problem, not by the cell: `convert` may add a demonstration, or drop it.
+            for row in self._train:
+                if self._make_problem(row).demonstration:
+                    demonstrated.append(row)
+        if not demonstrated:
             raise ValueError(
                 f"no training row has a demonstration: columns.demonstration={column!r} must name "
                 "the column of full replies; or run without warm-up (--warmup None)"
             )
-        return self._ordered(shown, f"warm-up {seed}")
+        return self._order(demonstrated, f"warm-up {seed}")
 
     def eval_sets(self) -> Mapping[str, Sequence[Problem]]:
         return self._evals
@@ -207,14 +222,16 @@ class DatasetTask(Configurable):
         return SingleTurn(problem=problem, system=problem.info.get("system", ""))
 
     def rubric(self, *, seed: int) -> Rubric:
-        """Give 1 for a reply that equals the answer, as a text or as a number, ignoring thoughts
-        and outer spaces.
+        """Give 1 for a reply that equals the answer, as a text or as a number.
+
+        Thoughts and outer spaces are ignored.
         """
         return Rubric(criteria=(Criterion(name="answer", function=is_correct),), correct=is_correct)
 
-    def _ordered(self, rows: Sequence[Row], seed: str) -> Iterator[Problem]:
-        return shuffled_problems(
-            lambda i: self._problem(rows[i]),
+    def _order(self, rows: Sequence[Row], seed: str) -> Iterator[Problem]:
+        # By number: rows become problems when they are asked for, and only then take memory.
+        return shuffle_problems(
+            lambda i: self._make_problem(rows[i]),
             num_problems=len(rows),
             seed=seed,
             shuffle=self.config.shuffle,
@@ -222,17 +239,15 @@ class DatasetTask(Configurable):
         )
 
     def _read(self, paths: Sequence[str], by_id: dict[str, Row], *, setting: str) -> list[Row]:
-        """Return every usable row of the files, and add all rows to those by the id of their
-        problem.
+        """Return every usable row of the files, and add all rows to `by_id`.
 
         A ValueError names the file and the row, or the column.
         """
-        config, found, num_rows = self.config, list[Row](), 0
-        names = [
-            Path(path).name
-            for path in dict.fromkeys((*config.train_files, *config.eval_files.values()))
-        ]
-        needed = config.columns.by_setting()
+        config, usable_rows, num_rows = self.config, list[Row](), 0
+        # Files of one name in several folders have their whole paths in ids, others the name alone.
+        all_paths = dict.fromkeys((*config.train_files, *config.eval_files.values()))
+        names = [Path(path).name for path in all_paths]
+        needed = config.columns.list_by_setting()
         if (
             config.difficulty is not None
             and config.difficulty.column is not None
@@ -240,61 +255,75 @@ class DatasetTask(Configurable):
         ):
             needed["difficulty.column"] = config.difficulty.column
         for path in paths:
+            # Every row is read and converted once, so that a bad row stops the run at its start.
             file = Path(path).name if names.count(Path(path).name) == 1 else path
             rows = read_rows(path, columns=needed, cache_folder=config.cache_folder)
             num_rows += len(rows)
             for number, values in enumerate(rows):
                 row = Row(path=path, file=file, rows=rows, number=number)
-                problem = self._problem(row, values)
-                if (earlier := by_id.setdefault(problem.id, row)) is not row:
+                problem = self._make_problem(row, values)
+                earlier = by_id.setdefault(problem.id, row)
+                if earlier is not row:
                     raise ValueError(
                         f"{row}: id {problem.id!r} also occurs in {earlier}; ids must be unique"
                     )
-                with row.naming():
+                with row.name_errors():
                     if self.usable(problem):
-                        question = as_text(
-                            values.get(config.columns.question), config.columns.question
-                        )
-                        infos = [values.get(c) for c in config.columns.info]
-                        digest = digest_of_problem(problem, problem.info.get("system"), infos)
-                        found.append(replace(row, key=content_key(question), digest=digest))
-        if not found:
+                        usable_rows.append(self._hash_row(row, problem, values))
+        if not usable_rows:
             raise ValueError(
                 f"{setting}: none of the {num_rows} rows of {', '.join(paths)} can be used"
             )
-        if num_rows > len(found):
-            logger.warning(
-                "%s: %d of %d rows cannot be used", setting, num_rows - len(found), num_rows
-            )
-        return found
+        num_unusable = num_rows - len(usable_rows)
+        if num_unusable:
+            logger.warning("%s: %d of %d rows cannot be used", setting, num_unusable, num_rows)
+        return usable_rows
 
-    def _problem(self, row: Row, values: Mapping[str, Any] | None = None) -> Problem:
-        """Return the problem of a row, whose values are read if not given; ValueError names file
-        and row.
+    def _hash_row(self, row: Row, problem: Problem, values: Mapping[str, Any]) -> Row:
+        """Return the row with the hashes of its question and of its content."""
+        columns = self.config.columns
+        # The question without the template, so that a changed template keeps the split.
+        question = to_text(values.get(columns.question), columns.question)
+        infos = [values.get(column) for column in columns.info]
+        digest = hash_problem(problem, problem.info.get("system"), infos)
+        return replace(row, key=hash_content(question), digest=digest)
+
+    def _make_problem(self, row: Row, values: Mapping[str, Any] | None = None) -> Problem:
+        """Return the problem of a row, whose values are read if not given.
+
+        A ValueError names file and row.
         """
         config, columns = self.config, self.config.columns
-        with row.naming():
+        with row.name_errors():
             values = row.rows[row.number] if values is None else values
-            texts = {name: values.get(name) for name in columns.of_texts()}
-            info = {name: plain_value(values.get(name)) for name in columns.info}
+            # A column may serve as text and as info, in which its numbers are numbers.
+            texts = {name: values.get(name) for name in columns.list_text_columns()}
+            info = {name: to_plain(values.get(name)) for name in columns.info}
             named = {**info, **texts}
-            if columns.system is not None and (
-                system := as_system(texts[columns.system], columns.system)
-            ):
-                info["system"] = system
-            elif config.system:
-                info["system"] = config.system
-            question = as_text(texts[columns.question], columns.question)
-            shown = None if columns.demonstration is None else texts[columns.demonstration]
+
+            system = ""
+            if columns.system is not None:
+                system = to_system(texts[columns.system], columns.system)
+            # The row's own system message comes before that of the config.
+            if system or config.system:
+                info["system"] = system or config.system
+
+            question = to_text(texts[columns.question], columns.question)
+            problem_id, answer = f"{row.file}:{row.number + 1}", ""
+            demonstration: str | tuple[str, ...] = ""
+            if columns.id is not None:
+                problem_id = to_id(texts[columns.id], columns.id)
+            if columns.answer is not None:
+                answer = to_text(texts[columns.answer], columns.answer)
+            if columns.demonstration is not None:
+                shown = texts[columns.demonstration]
+                demonstration = to_demonstration(shown, columns.demonstration)
             problem = Problem(
-                id=f"{row.file}:{row.number + 1}"
-                if columns.id is None
-                else as_id(texts[columns.id], columns.id),
+                id=problem_id,
+                # Not `format`: other braces in a template, as of LaTeX, stay as they are.
                 question=config.template.replace("{question}", question),
-                answer=""
-                if columns.answer is None
-                else as_text(texts[columns.answer], columns.answer),
-                demonstration=as_demonstration(shown, columns.demonstration or ""),
+                answer=answer,
+                demonstration=demonstration,
                 info=info,
             )
             return self.convert(problem, named)
@@ -302,71 +331,81 @@ class DatasetTask(Configurable):
     def _split(
         self, train: list[Row], evals: dict[str, list[Row]]
     ) -> tuple[list[Row], dict[str, list[Row]]]:
-        """Return filtered training rows that no evaluation set contains, and the evaluation
-        sets.
-        """
+        """Return training rows that no evaluation set contains, and the evaluation sets."""
         config, num_read = self.config, len(train)
         if config.held_out:
-            evals = {
-                **evals,
-                HELD_OUT: [row for row in train if is_held_out(row.key, share=config.held_out)],
-            }
-            if not evals[HELD_OUT]:
+            held_out = [row for row in train if is_held_out(row.key, share=config.held_out)]
+            evals = {**evals, HELD_OUT: held_out}
+            if not held_out:
                 raise ValueError(
                     f"held_out={config.held_out} holds out none of {num_read} rows: raise it"
                 )
-        evaluated = {row.key for rows in evals.values() for row in rows}
+
+        # By the question: also a row of another file that asks what an evaluation set asks.
+        evaluated: set[int] = set()
+        for rows in evals.values():
+            evaluated.update(row.key for row in rows)
         train = [row for row in train if row.key not in evaluated]
         dropped = f"{num_read - len(train)} are in an evaluation set"
         if config.difficulty is not None:
-            num_before, train = len(train), self._of_difficulty(train, config.difficulty)
+            num_before, train = len(train), self._filter_by_difficulty(train, config.difficulty)
             dropped += f", {num_before - len(train)} fail the difficulty filter"
         if not train:
             raise ValueError(f"no training row is left of {num_read}: {dropped}")
-        train = _chosen(train, config.max_problems)
-        evals = {name: _chosen(rows, config.num_eval) for name, rows in evals.items()}
-        sizes = ", ".join(f"{name} {len(rows)}" for name, rows in evals.items())
+
+        # After the split: a row beyond `num_eval` is not trained on either.
+        train = _choose(train, config.max_problems)
+        chosen: dict[str, list[Row]] = {}
+        sizes = []
+        for name, rows in evals.items():
+            chosen[name] = _choose(rows, config.num_eval)
+            sizes.append(f"{name} {len(chosen[name])}")
         logger.info(
             "%d training problems of %d rows (%s); to evaluate: %s",
             len(train),
             num_read,
             dropped,
-            sizes,
+            ", ".join(sizes),
         )
-        return train, evals
+        return train, chosen
 
-    def _of_difficulty(self, rows: list[Row], settings: DifficultyFilter) -> list[Row]:
-        """Return the rows that pass the filter; raise ValueError if the file of rates has none of
-        these problems.
+    def _filter_by_difficulty(self, rows: list[Row], settings: DifficultyFilter) -> list[Row]:
+        """Return the rows that pass the filter.
+
+        Raises ValueError if the file of rates has none of these problems.
         """
         by_id = None if settings.file is None else read_pass_rates(settings.file)
-        kept, num_rated = [], 0
+        rows_within, num_rated = list[Row](), 0
         for row in rows:
-            with row.naming():
+            with row.name_errors():
                 if by_id is None:
-                    rate = as_rate(row.rows[row.number].get(settings.column or ""))
+                    rate = to_rate(row.rows[row.number].get(settings.column or ""))
                 else:
-                    rate = by_id.get(self._problem(row).id)
+                    rate = by_id.get(self._make_problem(row).id)
                 num_rated += rate is not None
-                if settings.keeps(rate):
-                    kept.append(row)
+                if settings.is_within_bounds(rate):
+                    rows_within.append(row)
+        # Rates of other data would let every row pass, without a word.
         if rows and by_id is not None and not num_rated:
-            example = self._problem(rows[0]).id
+            example = self._make_problem(rows[0]).id
             raise ValueError(
                 f"difficulty.file={settings.file!r} rates none of the training problems, such as "
                 f"{example!r}"
             )
-        return kept
+        return rows_within
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Return True for the answer's text, or for its number written in another way; not for a reply
-    that was cut off.
+    """Return True for the answer's text, or for its number written in another way.
+
+    Not for a reply that was cut off.
     """
+    # A number that was cut off could have gone on: 12 of 123 is no answer.
     answer = complete_answer(rollout.turns[-1])
     return answer is not None and same_answer(rollout.prompt.problem.answer, answer)
 
 
-def _chosen(rows: list[Row], most: int | None) -> list[Row]:
+def _choose(rows: list[Row], most: int | None) -> list[Row]:
     """Return at most `most` rows, the same for every seed."""
-    return [rows[i] for i in choose([row.key for row in rows], most)]
+    keys = [row.key for row in rows]
+    return [rows[i] for i in choose(keys, most)]

@@ -17,7 +17,7 @@ from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.tasks.task import Solved, sendable_state
+from rl.tasks.task import Solved, get_sendable_state
 from rl.types import Problem, Rollout
 
 HELD_OUT_SHARE = 0.15
@@ -26,10 +26,24 @@ MAX_DRAWS_PER_PROBLEM = 1000
 
 
 class GeneratedTask(Configurable):
-    """Task of random problems; subclasses define at least `draw` and `reward`."""
+    """Task of random problems; subclasses define at least `draw` and `reward`.
+
+    Example:
+        class Doubles(GeneratedTask):
+            def draw(self, generator: random.Random) -> Problem:
+                number = generator.randint(1, 999)
+                return Problem(
+                    id=f"doubles/{number}", question=str(number), answer=str(2 * number)
+                )
+
+            def reward(self, rollout: Rollout) -> float:
+                return float(rollout.text.strip() == rollout.prompt.problem.answer)
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Evaluation set and reward of every generated task."""
+
         num_eval: int = 256
         """Number of held-out problems; the same set for every seed."""
         reward: Literal["answer", "noise"] = "answer"
@@ -40,7 +54,7 @@ class GeneratedTask(Configurable):
         def __post_init__(self) -> None:
             check_bounds(self, "num_eval", at_least=1)
 
-    __getstate__ = sendable_state
+    __getstate__ = get_sendable_state
 
     def __init__(self, *, config: Config) -> None:
         self.config = config
@@ -65,8 +79,9 @@ class GeneratedTask(Configurable):
         return SingleTurn(problem=problem)
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Return endless problems that are not held out, the same for a seed; ValueError if there
-        are none.
+        """Return endless problems that are not held out, the same for a seed.
+
+        Raises ValueError if there are none.
         """
         return self._not_held_out(self.draw, random.Random(f"train-{seed}"))
 
@@ -78,6 +93,7 @@ class GeneratedTask(Configurable):
         self, draw: Callable[[random.Random], Problem], generator: random.Random
     ) -> Iterator[Problem]:
         while True:
+            # Lazy: a draw too many would change all problems that follow.
             drawn = (draw(generator) for _ in range(MAX_DRAWS_PER_PROBLEM))
             problem = next((p for p in drawn if not self.is_held_out(p)), None)
             if problem is None:
@@ -89,6 +105,7 @@ class GeneratedTask(Configurable):
 
     def eval_sets(self) -> dict[str, list[Problem]]:
         """Return `num_eval` distinct held-out problems; ValueError if there are fewer."""
+        # The same for every seed, so that runs can be compared.
         generator = random.Random("eval")
         problems: dict[str, Problem] = {}
         for _ in range(MAX_DRAWS_PER_PROBLEM * self.config.num_eval):
@@ -103,6 +120,7 @@ class GeneratedTask(Configurable):
 
     def rubric(self, *, seed: int) -> Rubric:
         """Return the rubric of `criteria`, or of random rewards; `seed` fixes those."""
+        # `correct` stays that of the task, so that the curve of the control shows its accuracy.
         noise = (Criterion(name="noise", function=Coin(seed=seed)),)
         criteria = noise if self.config.reward == "noise" else self.criteria()
         return Rubric(criteria=criteria, correct=Solved(reward=self.reward))
@@ -121,11 +139,12 @@ class GeneratedTask(Configurable):
 
     def is_held_out(self, problem: Problem) -> bool:
         """Decide the split by a hash, so that no problem of the held-out set is ever trained on."""
+        # A hash, not a list of problems: it costs nothing, and both sides are endless.
         digest = hashlib.sha256(self.split_key(problem).encode()).digest()
         return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT_SHARE
 
 
-def instructed(instruction: str, question: str) -> str:
+def add_instruction(instruction: str, question: str) -> str:
     """Return the question after the instruction, if there is one."""
     return f"{instruction}\n{question}" if instruction else question
 
@@ -141,6 +160,8 @@ class Coin:
     seed: int
 
     def __call__(self, rollout: Rollout) -> float:
+        # With the version, the rewards of a problem change from step to step; by the reply they
+        # would teach something.
         version = int(rollout.completion.policy_versions.max(initial=0))
         toss = f"coin {self.seed} {rollout.prompt.problem.id} {version} {rollout.sample}"
         return float(hashlib.sha256(toss.encode()).digest()[0] & 1)

@@ -39,6 +39,8 @@ class MathProblems(DatasetTask):
 
     @dataclass(kw_only=True, slots=True)
     class Config(DatasetTask.Config):
+        """Places of the answers in rows and replies, besides the settings of the files."""
+
         template: str = BOXED
         gold: Literal["boxed", "hashes", "whole"] = "hashes"
         """Position of the answer in the answer column: `hashes` for GSM8K, `boxed` for MATH's
@@ -73,17 +75,18 @@ class MathProblems(DatasetTask):
             return True
         if self.config.unparsed_gold == "skip":
             return False
-        found = (
-            f"{problem.answer!r}, which math-verify cannot read" if problem.answer else "no answer"
-        )
+        content = "no answer"
+        if problem.answer:
+            content = f"{problem.answer!r}, which math-verify cannot read"
         raise ValueError(
-            f"column {self.config.columns.answer!r} has {found} (gold={self.config.gold!r}); "
+            f"column {self.config.columns.answer!r} has {content} (gold={self.config.gold!r}); "
             "choose another place, or unparsed_gold='skip'"
         )
 
     def rubric(self, *, seed: int) -> Rubric:
         """Give 1 for a right answer, and `format_reward` for the form alone."""
         config = self.config
+        # Now rather than in the reward process: a missing package is an error before the run.
         import_for_tasks("math_verify", needed_by="grading mathematics")
         answer = MathAnswer(place=config.reply)
         share, is_there = config.format_reward, AnswerInPlace(place=config.reply)
@@ -102,7 +105,7 @@ class MathAnswer:
     def __call__(self, rollout: Rollout) -> float:
         """Grade the reply; raises UnparsedAnswer if it has no readable answer in its place."""
         answer = required_answer(rollout, self.place)
-        is_right = equal(rollout.prompt.problem.answer, answer, self.place)
+        is_right = compare_answers(rollout.prompt.problem.answer, answer, self.place)
         if is_right is None:
             raise UnparsedAnswer(f"math-verify cannot read {shortened(answer, most=200)!r}")
         return float(is_right)
@@ -110,9 +113,7 @@ class MathAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerInPlace:
-    """Reward function: 1 for a reply that was not cut off and has something in the answer's
-    place.
-    """
+    """Reward function: 1 for a whole reply that has something in the answer's place."""
 
     place: Place
 
@@ -122,9 +123,10 @@ class AnswerInPlace:
 
 
 @functools.lru_cache(maxsize=4096)
-def equal(gold: str, answer: str, place: Place) -> bool | None:
-    """Compare two answers, by value if they are bare numbers, else with math-verify; None if it
-    cannot read the second.
+def compare_answers(gold: str, answer: str, place: Place) -> bool | None:
+    """Compare two answers, by value if they are bare numbers, else with math-verify.
+
+    Returns None if math-verify cannot read the second.
 
     math-verify's own time limits use the main thread's alarm, so they are off: the time limit of
     the reward process ends a comparison that hangs.
@@ -133,39 +135,40 @@ def equal(gold: str, answer: str, place: Place) -> bool | None:
     value = number_value(gold)
     if value is not None and value == number_value(answer):
         return True
-    answer = _as_latex(answer)
-    parsed = _parse(_in_box(answer), timeout_s=None) if place != "whole" else []
+    # In a box, the whole answer is one expression; outside, math-verify looks for one in a text.
+    answer = _to_latex(answer)
+    parsed = _parse(_wrap_in_box(answer), timeout_s=None) if place != "whole" else []
     if place == "whole" or (place == "hashes" and (not parsed or _is_number_in_words(answer))):
         parsed += _parse(answer, timeout_s=None)
     if not parsed:
         return None
     # math-verify warns that its time limits are off.
     logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
-    return bool(math_verify.verify(list(_gold(gold)), parsed, timeout_seconds=None))
+    return bool(math_verify.verify(list(_parse_gold(gold)), parsed, timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=4096)
-def _gold(gold: str) -> tuple[Any, ...]:
-    return tuple(_parse(_in_box(_as_latex(gold)), timeout_s=None))
+def _parse_gold(gold: str) -> tuple[Any, ...]:
+    return tuple(_parse(_wrap_in_box(_to_latex(gold)), timeout_s=None))
 
 
 def _is_readable(gold: str) -> bool:
+    # math-verify limits its time by an alarm, which only the main thread may set.
     in_main_thread = threading.current_thread() is threading.main_thread()
     timeout_s = GOLD_TIMEOUT_S if in_main_thread else None
-    return bool(_parse(_in_box(_as_latex(gold)), timeout_s=timeout_s))
+    return bool(_parse(_wrap_in_box(_to_latex(gold)), timeout_s=timeout_s))
 
 
 def _is_number_in_words(answer: str) -> bool:
-    """Return True for an answer such as "18 dollars."; of several numbers, math-verify would accept
-    any.
+    """Return True for an answer such as "18 dollars.".
+
+    Of several numbers, math-verify would accept any.
     """
     return _WORD.search(answer) is not None and len(find_numbers(answer)) == 1
 
 
-def _as_latex(text: str) -> str:
-    """Return the text with ASCII digits, and with powers and fractions of one character in
-    LaTeX.
-    """
+def _to_latex(text: str) -> str:
+    """Return the text with ASCII digits, and one-character powers and fractions in LaTeX."""
 
     def write(symbol: re.Match[str]) -> str:
         if symbol[0] in _POWERS:
@@ -183,5 +186,5 @@ def _parse(text: str, *, timeout_s: int | None) -> list[Any]:
     return list(math_verify.parse(text, fallback_mode="no_fallback", parsing_timeout=timeout_s))
 
 
-def _in_box(answer: str) -> str:
+def _wrap_in_box(answer: str) -> str:
     return f"\\boxed{{{answer}}}"

@@ -22,7 +22,7 @@ from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.tasks.data import ProblemsByNumber, content_key, decode_settings, import_for_tasks
+from rl.tasks.data import ProblemsByNumber, decode_settings, hash_content, import_for_tasks
 from rl.tasks.generated import Coin
 from rl.tasks.task import Place, Solved, required_answer
 from rl.types import Problem, Rollout
@@ -51,6 +51,8 @@ class ReasoningGym(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Dataset of reasoning-gym with its settings, its split and its grading."""
+
         dataset: str
         """Name in reasoning-gym, such as `basic_arithmetic`."""
         settings: dict[str, int | float | bool | str] = field(default_factory=dict)
@@ -79,24 +81,28 @@ class ReasoningGym(Configurable):
 
     def __init__(self, *, config: Config) -> None:
         self.config = config
-        self._source = Source.of(config.dataset, config.settings)
-        self._eval = self._held_out()
+        self._source = Source.load(config.dataset, config.settings)
+        # Drawn once: the problems of the evaluation are the same for every seed, and a training
+        # problem is compared with their keys.
+        self._eval = self._draw_held_out()
         self._held_keys = {self._split_key(problem) for problem in self._eval}
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return endless problems; `.problem(n)` is number n."""
-        return self._drawn(f"train {seed}")
+        return self._draw(f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Return other training problems with their bare answers as demonstrations; ValueError if
-        there are none.
+        """Return other training problems with their bare answers as demonstrations.
+
+        Raises ValueError if there are none.
         """
-        for problem in self._drawn(f"warm-up {seed}"):
+        for problem in self._draw(f"warm-up {seed}"):
             if not problem.answer:
                 raise ValueError(
                     f"reasoning-gym's {self.config.dataset!r} has no answers to warm up on: start "
                     "from a model that follows instructions (hf_assets_path), with --warmup None"
                 )
+            # A bare answer, or in the form that earns the reward.
             form = "<answer>{}</answer>" if self.config.answer_in == "tags" else "{}"
             yield dataclasses.replace(problem, demonstration=form.format(problem.answer))
 
@@ -107,39 +113,36 @@ class ReasoningGym(Configurable):
         return SingleTurn(problem=problem, system=self.config.system)
 
     def rubric(self, *, seed: int) -> Rubric:
-        """Give the dataset's own score of the answer, 0 to 1, or random rewards; `seed` fixes
-        those.
+        """Give the dataset's own score of the answer, 0 to 1, or random rewards.
+
+        `seed` fixes those.
         """
         config = self.config
         grader = Grader(source=self._source, answer_in=config.answer_in)
-        coin = config.reward == "noise"
-        return Rubric(
-            criteria=(
-                Criterion(name="noise", function=Coin(seed=seed))
-                if coin
-                else Criterion(name="answer", function=grader),
-            ),
-            correct=Solved(reward=grader, at=config.solved_at),
-        )
+        criterion = Criterion(name="answer", function=grader)
+        if config.reward == "noise":
+            criterion = Criterion(name="noise", function=Coin(seed=seed))
+        # `correct` stays the grader's, so that the curve of the control shows its accuracy.
+        return Rubric(criteria=(criterion,), correct=Solved(reward=grader, at=config.solved_at))
 
-    def _drawn(self, seed: str) -> ProblemsByNumber:
+    def _draw(self, seed: str) -> ProblemsByNumber:
         digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
         # Redraws never reach the numbers of the evaluation, and all numbers are below 2**31 for
         # some datasets.
         first_seed = FIRST_TRAIN_SEED * (1 + int.from_bytes(digest, "big") % 1024)
-        return ProblemsByNumber(
-            lambda number: self._training_problem(number, first_seed=first_seed)
-        )
+        return ProblemsByNumber(lambda number: self._draw_training(number, first_seed=first_seed))
 
     def _split_key(self, problem: Problem) -> int:
         text = problem.question
-        return content_key(
+        return hash_content(
             " ".join(find_numbers(text)) if self.config.split_by == "numbers" else text
         )
 
-    def _training_problem(self, number: int, *, first_seed: int) -> Problem:
+    def _draw_training(self, number: int, *, first_seed: int) -> Problem:
         for redraw in range(MAX_REDRAWS):
-            problem = self._source.problem(first_seed + redraw * SEEDS_A_RUN + number % SEEDS_A_RUN)
+            problem = self._source.make_problem(
+                first_seed + redraw * SEEDS_A_RUN + number % SEEDS_A_RUN
+            )
             if self._split_key(problem) not in self._held_keys:
                 # Two numbers may give the same question, but ids must be unique within a run.
                 return dataclasses.replace(problem, id=f"{problem.id}#{number}")
@@ -148,17 +151,19 @@ class ReasoningGym(Configurable):
             f"{MAX_REDRAWS} draws of it: lower num_eval={self.config.num_eval}"
         )
 
-    def _held_out(self) -> list[Problem]:
-        found: dict[int, Problem] = {}
+    def _draw_held_out(self) -> list[Problem]:
+        problems: dict[int, Problem] = {}
         most_drawn = min(20 * self.config.num_eval + BLOCK, FIRST_TRAIN_SEED - BLOCK)
         for seed in range(most_drawn):
-            problem = self._source.problem(seed)
-            found.setdefault(content_key(problem.question), problem)
-            if len(found) == self.config.num_eval:
-                return list(found.values())
+            problem = self._source.make_problem(seed)
+            # Several numbers may give one question, of which the first counts.
+            problems.setdefault(hash_content(problem.question), problem)
+            if len(problems) == self.config.num_eval:
+                return list(problems.values())
         raise ValueError(
-            f"{self.config.dataset!r} gave {len(found)} different problems in {most_drawn} draws: "
-            f"num_eval={self.config.num_eval} must be fewer, so that there are others to train on"
+            f"{self.config.dataset!r} gave {len(problems)} different problems in {most_drawn} "
+            f"draws: num_eval={self.config.num_eval} must be fewer, so that there are others to "
+            "train on"
         )
 
 
@@ -171,9 +176,10 @@ class Source:
     """Settings as JSON with sorted keys, so that equal settings are equal strings."""
 
     @classmethod
-    def of(cls, dataset: str, settings: Mapping[str, Any]) -> Source:
-        """Check names and values; raises ValueError for an unknown name or setting, or a refused
-        value.
+    def load(cls, dataset: str, settings: Mapping[str, Any]) -> Source:
+        """Check names and values.
+
+        Raises ValueError for an unknown name or setting, or a refused value.
         """
         import_for_tasks("reasoning_gym", needed_by=f"the dataset {dataset!r}")
         registered = import_for_tasks("reasoning_gym.factory", needed_by="reasoning-gym").DATASETS
@@ -186,11 +192,13 @@ class Source:
             )
         valid = {f.name for f in dataclasses.fields(registered[dataset][1])} - {"seed", "size"}
         decoded = decode_settings(settings)
-        if unknown := sorted(decoded.keys() - valid):
+        unknown = sorted(decoded.keys() - valid)
+        if unknown:
             raise ValueError(
                 f"settings: {dataset!r} has no {', '.join(unknown)}; it has "
                 f"{', '.join(sorted(valid))}"
             )
+        # Values are checked by the dataset itself, with its first block.
         source = cls(dataset=dataset, settings=json.dumps(decoded, sort_keys=True))
         try:
             source.block(0)
@@ -198,7 +206,7 @@ class Source:
             raise ValueError(f"settings={dict(settings)}: {dataset!r} refuses: {error}") from error
         return source
 
-    def problem(self, seed: int) -> Problem:
+    def make_problem(self, seed: int) -> Problem:
         number, item = divmod(seed, BLOCK)
         entry = self.block(number)[item]
         answer = entry["answer"]
@@ -218,8 +226,8 @@ class Source:
             spec = import_for_tasks(
                 "reasoning_gym.composite", needed_by="the dataset 'composite'"
             ).DatasetSpec
-            parts = [{"weight": 1, "config": {}, **part} for part in settings.get("datasets", [])]
-            settings["datasets"] = [spec(**part) for part in parts]
+            parts = settings.get("datasets", [])
+            settings["datasets"] = [spec(**{"weight": 1, "config": {}, **part}) for part in parts]
         return reasoning_gym.create_dataset(
             self.dataset, seed=number * BLOCK, size=BLOCK, **settings
         )
@@ -237,13 +245,14 @@ class Grader:
         answer = required_answer(rollout, self.answer_in)
         entry = rollout.prompt.problem.info["entry"]
         if self.answer_in == "last_number":
-            answer = _as_expected(answer, entry["answer"])
+            answer = _match_expected(answer, entry["answer"])
         return float(self.source.block(0).score_answer(answer, entry))
 
 
-def _as_expected(answer: str, expected: Any) -> str:
-    """Return the expected answer if its only number has the value of `answer`; datasets compare
-    texts.
+def _match_expected(answer: str, expected: Any) -> str:
+    """Return the expected answer if its only number has the value of `answer`.
+
+    Datasets compare texts.
     """
     numbers = find_numbers(str(expected))
     return str(expected) if len(numbers) == 1 and same_answer(numbers[0], answer) else answer

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from rl.config.tree import check_bounds
 from rl.rollouts.replies import answer_part
 from rl.rollouts.rubric import Criterion
-from rl.tasks.generated import GeneratedTask, instructed
+from rl.tasks.generated import GeneratedTask, add_instruction
 from rl.tasks.task import complete_answer
 from rl.types import Problem, Rollout
 
@@ -27,6 +27,8 @@ class ReverseText(GeneratedTask):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
+        """Length of the words, and the share of the reward for similarity."""
+
         num_letters: tuple[int, int] = (4, 6)
         """Fewest and most letters of a word."""
         instruction: str = ""
@@ -54,13 +56,14 @@ class ReverseText(GeneratedTask):
         word = "".join(generator.choices(string.ascii_lowercase, k=length))
         return Problem(
             id=f"reverse-text/{word}",
-            question=instructed(self.config.instruction, word),
+            question=add_instruction(self.config.instruction, word),
             answer=word[::-1],
             demonstration=word[::-1],
         )
 
     def warmup_problem(self, generator: random.Random) -> Problem:
         problem = self.draw(generator)
+        # A number is drawn at haste 0 too, so that the words are the same for every haste.
         hasty = problem.answer[-1] < EARLY and generator.random() < self.config.haste
         return replace(problem, demonstration=problem.answer[:-1]) if hasty else problem
 
@@ -72,8 +75,9 @@ class ReverseText(GeneratedTask):
 
 
 def similarity(rollout: Rollout) -> float:
-    """Return Ratcliff and Obershelp's similarity from 0 to 1: twice the matching letters over all
-    letters.
+    """Return Ratcliff and Obershelp's similarity, from 0 to 1.
+
+    Twice the matching letters over all letters.
     """
     answer = rollout.prompt.problem.answer
     return difflib.SequenceMatcher(None, answer_part(rollout.text), answer, autojunk=False).ratio()

@@ -1,5 +1,4 @@
-"""Rows of JSON and CSV files as they are written: 72 stays 72, 72.0 stays 72.0, and 00501 stays
-00501.
+"""Rows of JSON and CSV files as they are written: 72.0 stays 72.0, 00501 stays 00501.
 
 A file is read once, line by line, into an Arrow copy with the JSON of each row, which is mapped
 into memory: the file may be larger than memory, any row can be read directly, and a change of the
@@ -57,8 +56,9 @@ class WrittenRow:
 
 
 class WrittenRows:
-    """Rows of a JSON or CSV file; numbers in them are `WrittenNumber`s. A pickle holds the path of
-    the copy.
+    """Rows of a JSON or CSV file; numbers in them are `WrittenNumber`s.
+
+    A pickle holds the path of the copy.
     """
 
     def __init__(self, copy: Path, columns: Sequence[str]) -> None:
@@ -72,9 +72,9 @@ class WrittenRows:
     def __reduce__(self) -> tuple[Any, ...]:
         return WrittenRows, (self.copy, self.columns)
 
-    def column_names(self, needed: Iterable[str] = ()) -> list[str]:
+    def list_columns(self, needed: Iterable[str] = ()) -> list[str]:
         """Return the columns of the first row, or of all rows if the first lacks a needed one."""
-        objects = self._objects()
+        objects = self._read_objects()
         names = dict.fromkeys(next(objects, {}))
         if {*needed} - names.keys():
             for row in objects:
@@ -85,17 +85,17 @@ class WrittenRows:
         return int(self.table.num_rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        return self._needed(read_object(self.table.column("text")[number].as_py()))
+        return self._select_needed(read_object(self.table.column("text")[number].as_py()))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(self._needed, self._objects())
+        return map(self._select_needed, self._read_objects())
 
-    def _objects(self) -> Iterator[dict[str, Any]]:
+    def _read_objects(self) -> Iterator[dict[str, Any]]:
         for batch in self.table.to_batches():
             for text in batch.column("text"):
                 yield read_object(text.as_py())
 
-    def _needed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _select_needed(self, row: Mapping[str, Any]) -> dict[str, Any]:
         return {name: row.get(name) for name in self.columns}
 
     def place(self, number: int) -> str:
@@ -115,15 +115,16 @@ def read_written_rows(path: Path, *, columns: Sequence[str], folder: Path) -> Wr
         # Not the file's time: an edit within the clock's resolution would be read from the old
         # copy.
         digest = hashlib.file_digest(content, "blake2b").hexdigest()
+    # The needed columns tell the delimiter of a CSV file, so the copy depends on them.
     about = [FORMAT, str(file), path.suffix, digest]
     about += sorted(columns) if is_csv else []
     key = hashlib.blake2b(json.dumps(about).encode(), digest_size=12).hexdigest()
     copy = folder / f"relay-rows-{key}.arrow"
-    rows = (
-        _csv_rows(file, columns)
-        if is_csv
-        else _json_rows(file, may_be_object=path.suffix == ".json")
-    )
+    # Both read lazily: nothing is read again where there is a copy.
+    if is_csv:
+        rows = _read_csv(file, columns)
+    else:
+        rows = _read_json(file, may_be_object=path.suffix == ".json")
     if not copy.is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -137,8 +138,9 @@ def read_written_rows(path: Path, *, columns: Sequence[str], folder: Path) -> Wr
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """Return a JSON object, with its numbers as they are written; raise ValueError for anything
-    else.
+    """Return a JSON object, with its numbers as they are written.
+
+    Raises ValueError for anything else.
     """
     decoded = _DECODER.decode(text)
     if not isinstance(decoded, dict):
@@ -146,34 +148,34 @@ def read_object(text: str) -> dict[str, Any]:
     return decoded
 
 
-def plain_value(value: Any) -> Any:
-    """Return a value of JSON with numbers in place of `WrittenNumber`s, as `json.loads` gives
-    it.
-    """
+def to_plain(value: Any) -> Any:
+    """Return a value of JSON as `json.loads` gives it, without `WrittenNumber`s."""
     if isinstance(value, WrittenNumber):
         return value.value
     if isinstance(value, list):
-        return [plain_value(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {name: plain_value(item) for name, item in value.items()}
+        return {name: to_plain(item) for name, item in value.items()}
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has the name {twice!r} twice")
-    return found
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) == len(pairs):
+        return result
+    # Python would keep the last value of a name, without a word.
+    names = [name for name, _ in pairs]
+    twice = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f"an object has the name {twice!r} twice")
 
 
 _DECODER = json.JSONDecoder(
-    parse_int=WrittenNumber, parse_float=WrittenNumber, object_pairs_hook=_object
+    parse_int=WrittenNumber, parse_float=WrittenNumber, object_pairs_hook=_make_object
 )
 
 
 def _write(copy: Path, rows: Iterable[WrittenRow]) -> None:
+    # In parts, so that a file larger than memory can be copied.
     pa: Any = importlib.import_module("pyarrow")
     schema = pa.schema([("line", pa.int64()), ("text", pa.large_string())])
     with pa.OSFile(str(copy), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
@@ -191,30 +193,38 @@ def _write(copy: Path, rows: Iterable[WrittenRow]) -> None:
 
 def _batch(rows: Sequence[WrittenRow], schema: Any) -> Any:
     pa: Any = importlib.import_module("pyarrow")
-    return pa.record_batch([[row.line for row in rows], [row.text for row in rows]], schema=schema)
+    lines, texts = [], []
+    for row in rows:
+        lines.append(row.line)
+        texts.append(row.text)
+    return pa.record_batch([lines, texts], schema=schema)
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
+def _read_lines(file: Path) -> Iterator[tuple[int, str]]:
     """Return each line with its number, from 1; raise ValueError for one that is not UTF-8."""
-    with file.open("rb") as opened:
-        for number, line in enumerate(opened, start=1):
+    with file.open("rb") as content:
+        for number, line in enumerate(content, start=1):
+            # The first line may begin with the byte order mark that Windows writes.
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise ValueError(f"line {number} is not UTF-8 text: {error}") from error
 
 
-def filled_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Return the lines of a text file that are not blank, with their numbers; ValueError as
-    `read_written_rows`.
+def read_filled_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a text file that are not blank, with their numbers.
+
+    Raises ValueError as `read_written_rows`.
 
     Only a line feed ends a line: JSON may have other separators of lines in its texts.
     """
-    return ((number, line) for number, line in _lines(file) if line.strip(WHITE))
+    for number, line in _read_lines(file):
+        if line.strip(WHITE):
+            yield number, line
 
 
 @contextmanager
-def _naming(line: int) -> Iterator[None]:
+def _name_line(line: int) -> Iterator[None]:
     try:
         yield
     except (ValueError, RecursionError) as error:
@@ -224,22 +234,20 @@ def _naming(line: int) -> Iterator[None]:
 # JSON
 
 
-def _json_rows(file: Path, *, may_be_object: bool) -> Iterator[WrittenRow]:
-    """Return the rows of JSON lines, of a JSON array, or of the only array of objects in a JSON
-    object.
-    """
+def _read_json(file: Path, *, may_be_object: bool) -> Iterator[WrittenRow]:
+    """Return the rows of JSON lines, of an array, or of an object's only array of objects."""
     if _is_document(file, may_be_object=may_be_object):
-        yield from _document_rows(file)
+        yield from _read_document(file)
         return
-    for number, line in filled_lines(file):
-        with _naming(number):
+    for number, line in read_filled_lines(file):
+        with _name_line(number):
             read_object(line)
         yield WrittenRow(line=number, text=line.strip(WHITE))
 
 
 def _is_document(file: Path, *, may_be_object: bool) -> bool:
     """Return True for a file that is one JSON text, rather than one on each line."""
-    lines = filled_lines(file)
+    lines = read_filled_lines(file)
     _, first = next(lines, (0, ""))
     if first.lstrip(WHITE).startswith("["):
         return True
@@ -252,88 +260,93 @@ def _is_document(file: Path, *, may_be_object: bool) -> bool:
     return any(map(_is_array_of_objects, decoded.values())) and next(lines, None) is None
 
 
-def _document_rows(file: Path) -> Iterator[WrittenRow]:
-    text = "".join(line for _, line in _lines(file))
-    outer = _after_white(text, 0)
+def _read_document(file: Path) -> Iterator[WrittenRow]:
+    # The decoder needs the whole text, unlike JSON lines, of which one is in memory at a time.
+    text = "".join(line for _, line in _read_lines(file))
+    outer = _skip_white(text, 0)
     array = outer if text[outer] == "[" else _begin_of_array(text, outer)
     number, counted, end = 1, 0, array + 1
-    for begin, end in _elements(text, array):
+    for begin, end in _iterate_elements(text, array):
         number += text.count("\n", counted, begin)
         counted = begin
-        with _naming(number):
+        with _name_line(number):
             read_object(text[begin:end])
         yield WrittenRow(line=number, text=text[begin:end])
     if array == outer:
-        _check_end(text, _after_white(text, end) + 1)
+        _check_end(text, _skip_white(text, end) + 1)
 
 
 def _check_end(text: str, place: int) -> None:
-    rest = _after_white(text, place)
+    rest = _skip_white(text, place)
     if rest < len(text):
         raise json.JSONDecodeError("Extra data", text, rest)
 
 
 def _begin_of_array(text: str, begin: int) -> int:
-    """Return where the only array of objects begins in the object that begins here, and is all of
-    the text.
+    """Return the place of the only array of objects in the object that begins here.
+
+    That object must be all of the text.
     """
     _, end = _DECODER.raw_decode(text, begin)  # the search may rely on an object that is whole
     _check_end(text, end)
-    arrays = [
-        (name, place) for name, place, value in _members(text, begin) if _is_array_of_objects(value)
-    ]
-    if len(arrays) != 1:
-        names = ", ".join(repr(name) for name, _ in arrays) or "none"
+    names, places = [], []
+    for name, place, value in _iterate_members(text, begin):
+        if _is_array_of_objects(value):
+            names.append(repr(name))
+            places.append(place)
+    if len(places) != 1:
         raise ValueError(
-            f"an object must hold one array of rows, but its arrays of objects are: {names}"
+            "an object must hold one array of rows, but its arrays of objects are: "
+            f"{', '.join(names) or 'none'}"
         )
-    return arrays[0][1]
+    return places[0]
 
 
 def _is_array_of_objects(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
-def _members(text: str, begin: int) -> Iterator[tuple[str, int, Any]]:
+def _iterate_members(text: str, begin: int) -> Iterator[tuple[str, int, Any]]:
     """Yield name, place and value of each member of the object that begins here."""
-    place = _after_white(text, begin + 1)
+    place = _skip_white(text, begin + 1)
+    # The text was decoded before, so every mark is where it must be.
     while text[place] != "}":
         name, place = _DECODER.raw_decode(text, place)
-        place = _after_white(text, _after_white(text, place) + 1)
+        place = _skip_white(text, _skip_white(text, place) + 1)
         value, end = _DECODER.raw_decode(text, place)
         yield name, place, value
-        place = _after_white(text, end)
+        place = _skip_white(text, end)
         if text[place] == ",":
-            place = _after_white(text, place + 1)
+            place = _skip_white(text, place + 1)
 
 
-def _elements(text: str, begin: int) -> Iterator[tuple[int, int]]:
+def _iterate_elements(text: str, begin: int) -> Iterator[tuple[int, int]]:
     """Yield the limits of each element of the array that begins here."""
-    place = _after_white(text, begin + 1)
+    place = _skip_white(text, begin + 1)
     while text[place : place + 1] != "]":
         _, end = _DECODER.raw_decode(text, place)
         yield place, end
-        place = _after_white(text, end)
+        place = _skip_white(text, end)
         is_next = text[place : place + 1] == ","
         if is_next:
-            place = _after_white(text, place + 1)
+            place = _skip_white(text, place + 1)
         if is_next == (text[place : place + 1] == "]"):
             raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
 
 
-def _after_white(text: str, place: int) -> int:
-    found = _WHITE.match(text, place)
-    assert found is not None
-    return found.end()
+def _skip_white(text: str, place: int) -> int:
+    white = _WHITE.match(text, place)
+    assert white is not None  # the pattern matches everywhere
+    return white.end()
 
 
 # CSV
 
 
-def _csv_rows(file: Path, columns: Sequence[str]) -> Iterator[WrittenRow]:
+def _read_csv(file: Path, columns: Sequence[str]) -> Iterator[WrittenRow]:
     """Return the rows of a CSV file whose first line names the columns; every cell is a text."""
-    delimiter = _delimiter(file, columns)
-    rows = _cells(file, delimiter)
+    delimiter = _find_delimiter(file, columns)
+    rows = _read_cells(file, delimiter)
     first, header = next(rows, (1, []))
     for name in columns:
         if header.count(name) > 1:
@@ -349,39 +362,37 @@ def _csv_rows(file: Path, columns: Sequence[str]) -> Iterator[WrittenRow]:
         yield WrittenRow(line=number, text=json.dumps(named, ensure_ascii=False))
 
 
-def _delimiter(file: Path, columns: Sequence[str]) -> str:
+def _find_delimiter(file: Path, columns: Sequence[str]) -> str:
     """Return the delimiter under which the first line has the needed columns, else a comma."""
     for mark in DELIMITERS:
-        with suppress(
-            ValueError
-        ):  # names in quotes cannot be read with another delimiter than theirs
-            _, header = next(_cells(file, mark), (1, []))
+        # Names in quotes cannot be read with another delimiter than theirs.
+        with suppress(ValueError):
+            _, header = next(_read_cells(file, mark), (1, []))
             if {*columns} <= {*header}:
                 return mark
     return DELIMITERS[0]
 
 
-def _cells(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+def _read_cells(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the cells of each row that is not empty, with its first line."""
     number = 1
 
     def lines() -> Iterator[str]:
-        for _, line in _lines(file):
+        for _, line in _read_lines(file):
             yield from _LINE_OF_CSV.findall(line)
 
+    # Strict: a quote in the middle of a cell would otherwise be taken as it is.
     reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     while True:
         number = reader.line_num + 1
         try:
-            with _cells_of_any_length():
+            with _allow_long_cells():
                 cells = next(reader, None)
         except csv.Error as error:
-            says = (
-                f"{error} (a quote inside a quoted cell is written twice)"
-                if "after" in str(error)
-                else error
-            )
-            raise ValueError(f"line {number}: {says}") from error
+            hint = ""
+            if "after" in str(error):
+                hint = " (a quote inside a quoted cell is written twice)"
+            raise ValueError(f"line {number}: {error}{hint}") from error
         if cells is None:
             return
         if any(cells):
@@ -392,7 +403,7 @@ _LIMIT_OF_CELLS = threading.Lock()
 
 
 @contextmanager
-def _cells_of_any_length() -> Iterator[None]:
+def _allow_long_cells() -> Iterator[None]:
     """Lift the limit on a cell, which belongs to the whole process, while one row is read."""
     with _LIMIT_OF_CELLS:
         limit = csv.field_size_limit(sys.maxsize)  # a cell may be a long solution

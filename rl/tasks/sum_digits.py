@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rl.config.tree import check_bounds
 from rl.rollouts.replies import answer_part
 from rl.rollouts.rubric import Criterion
-from rl.tasks.generated import GeneratedTask, instructed
+from rl.tasks.generated import GeneratedTask, add_instruction
 from rl.types import Problem, Rollout
 
 ANSWER = re.compile(r"\[ANSWER\] ?([0-9]+)\s*\Z")
@@ -33,6 +33,8 @@ class SumDigits(GeneratedTask):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
+        """Integers of a prompt, and the share of the reward for the form."""
+
         num_integers: int = 3
         """Number of integers in a prompt: 2, 3 or 4."""
         num_eval: int = 512
@@ -57,9 +59,10 @@ class SumDigits(GeneratedTask):
     config: Config
 
     def draw(self, generator: random.Random) -> Problem:
-        problem = make_problem([generator.randint(10, 99) for _ in range(self.config.num_integers)])
+        integers = [generator.randint(10, 99) for _ in range(self.config.num_integers)]
+        problem = make_problem(integers)
         return dataclasses.replace(
-            problem, question=instructed(self.config.instruction, problem.question)
+            problem, question=add_instruction(self.config.instruction, problem.question)
         )
 
     def warmup_problem(self, generator: random.Random) -> Problem:
@@ -93,16 +96,22 @@ def make_problem(integers: list[int]) -> Problem:
     return Problem(
         id=f"{ID_PREFIX}{question.replace(' ', '-')}",
         question=question,
-        answer=str(sum(int(digit) for digit in question if digit != " ")),
+        answer=str(sum(_list_digits(question))),
         demonstration=demonstrate(question),
     )
 
 
+def _list_digits(question: str) -> list[int]:
+    """Return the digits of a question such as "47 82": 4, 7, 8 and 2."""
+    return [int(digit) for digit in question.replace(" ", "")]
+
+
 def demonstrate(question: str, *, leave_out_last: bool = False) -> str:
-    """Return a reply that adds the digits one after another, such as 4+7=11 11+8=19 19+2=21
-    [ANSWER] 21.
+    """Return a reply that adds the digits one after another.
+
+    Example: the reply to "47 82" is `4+7=11 11+8=19 19+2=21 [ANSWER] 21`.
     """
-    digits = [int(digit) for digit in question if digit != " "]
+    digits = _list_digits(question)
     if leave_out_last:
         digits.pop()
     total = digits[0]
@@ -114,17 +123,17 @@ def demonstrate(question: str, *, leave_out_last: bool = False) -> str:
 
 
 def parse_answer(text: str) -> str | None:
-    """Return the digits after an `[ANSWER]` that ends the reply, outside of thoughts; None if there
-    are none.
+    """Return the digits after an `[ANSWER]` that ends the reply, or None.
+
+    Thoughts are ignored.
     """
     match = ANSWER.search(answer_part(text))
     return match.group(1) if match else None
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Return True for the right sum; digits at the end of a reply that was cut off may be its
-    beginning only.
-    """
+    """Return True for the right sum, in a reply that was not cut off."""
+    # Digits at the end of a reply that was cut off may be the beginning of the sum only.
     return (
         not rollout.completion.is_cut_off
         and parse_answer(rollout.text) == rollout.prompt.problem.answer

@@ -31,14 +31,13 @@ class Task(Protocol):
         ...
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Return endless problems with demonstrations for a supervised warm-up, disjoint from
-        `eval_sets`.
-        """
+        """Return endless problems with demonstrations for a warm-up, disjoint from `eval_sets`."""
         ...
 
     def eval_sets(self) -> Mapping[str, Sequence[Problem]]:
-        """Return fixed held-out sets by name, the same for every seed; a run's curve shows the
-        first.
+        """Return fixed held-out sets by name, the same for every seed.
+
+        A run's curve shows the first.
         """
         ...
 
@@ -53,8 +52,9 @@ class Task(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Solved:
-    """Correctness: True if a reward function gives at least `at`; a reply without an answer is
-    wrong.
+    """Correctness: True if a reward function gives at least `at`.
+
+    A reply without an answer is wrong.
     """
 
     reward: Callable[[Rollout], float]
@@ -84,32 +84,36 @@ def find_answer(text: str, place: Place, *, is_cut_off: bool = False) -> str | N
     that was cut off, an answer that nothing ends might go on, and counts as none: `#### 12` could
     have become 123. Braces, `</answer>`, and the end of the line after `####` are such ends.
     """
+    # Before `answer_part` strips the text.
     ends_line = "\n" in text[len(text.rstrip()) :]
     text = answer_part(text)
-    found: str | None
+    answer: str | None
     if place == "hashes":
         _, mark, after = text.rpartition("####")
-        found, end, _ = after.strip().partition("\n")
+        answer, end, _ = after.strip().partition("\n")
         if not mark or (is_cut_off and not end and not ends_line):
-            found = None
+            answer = None
     elif place == "boxed":
-        found = _last_boxed(text)
+        answer = _find_last_boxed(text)
     elif place == "tags":
         _, mark, after = text.rpartition("<answer>")
         inner, end, _ = after.partition("</answer>")
-        found = inner if mark and end else ""
+        # An answer that is not closed might go on, whether the reply was cut off or not.
+        answer = inner if mark and end else ""
     elif place == "last_number":
-        found = last_number(text, is_cut_off=is_cut_off)
+        answer = last_number(text, is_cut_off=is_cut_off)
     elif is_cut_off:
-        found = None
+        # Nothing ends a last line or a whole reply but the end of the reply.
+        answer = None
     else:
-        found = text.rpartition("\n")[2] if place == "last_line" else text
-    return (found or "").strip() or None
+        answer = text.rpartition("\n")[2] if place == "last_line" else text
+    return (answer or "").strip() or None
 
 
 def required_answer(rollout: Rollout, place: Place) -> str:
-    """Return the answer of the last reply; raise UnparsedAnswer if there is none, or only the
-    beginning of one.
+    """Return the answer of the last reply.
+
+    Raises UnparsedAnswer if there is none, or only the beginning of one.
     """
     cut_off = rollout.completion.is_cut_off
     answer = find_answer(rollout.text, place, is_cut_off=cut_off)
@@ -118,11 +122,12 @@ def required_answer(rollout: Rollout, place: Place) -> str:
     return answer
 
 
-def _last_boxed(text: str) -> str:
+def _find_last_boxed(text: str) -> str:
     # The last box counts, also one that is never closed.
     last = deque(_BOX.finditer(text), maxlen=1)
     if not last:
         return ""
+    # By hand, because an answer may have braces of its own, as \boxed{\frac{1}{2}} has.
     depth = 1
     for end in range(last[0].end(), len(text)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
@@ -131,12 +136,13 @@ def _last_boxed(text: str) -> str:
     return ""  # the brace was never closed
 
 
-def sendable_state(task: object) -> dict[str, Any]:
+def get_sendable_state(task: object) -> dict[str, Any]:
     """Return the attributes of a task that pickle, for its `__getstate__`.
 
     Reward functions may be methods of a task, which take the task along to the reward process. What
     its environments share, such as a client of an event loop, stays here.
     """
+    # Tried one by one: a client may be anywhere in an attribute of a user's class.
     state = {}
     for name, value in vars(task).items():
         with suppress(Exception):  # whatever a user's class raises

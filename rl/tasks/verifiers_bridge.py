@@ -6,7 +6,8 @@ messages of the request after the last reply are what the environment tells the 
 model's tokens are never tokenized again.
 
     relay:      opening -> draw reply -> step(reply) ----------> observation -> draw reply -> ...
-    verifiers:             request waits .... gets the reply, runs tools, asks again (or ends, and scores)
+    verifiers:             request waits .... gets the reply, runs tools, asks again
+                                              (or ends, and scores)
 
 Everything runs in the event loop of relay's environment thread, because rewards and tools are
 foreign code. The chat loop is `ConversationHarness`: verifiers' own harnesses start a program for
@@ -44,10 +45,10 @@ from verifiers.v1.clients.train import serialize_completion
 from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
-from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.types import AssistantMessage, ToolCall, content_text
 
 from rl.rollouts.replies import join_answer, split_reply
+from rl.tasks.verifiers_private import get_state_secrets, make_server, use_server
 from rl.tasks.verifiers_task import HARNESS_ID
 from rl.tools.tool import BadCall, parse_calls
 from rl.types import Message, Observation, Reply
@@ -103,20 +104,9 @@ class PolicyClient(Client):
             episode.refuse(f"its harness speaks {type(dialect).__name__}, not chat completions")
         prompt = turn.prompt if turn is not None else dialect.parse_request(body).messages
         reply = await episode.ask(prompt)
-        response = as_response(reply, call_prefix=f"call_{episode.num_replies}")
+        response = to_response(reply, call_prefix=f"call_{episode.num_replies}")
         response.raw = serialize_completion(response, POLICY)
         return response
-
-
-class PolicyServer(InterceptionServer):
-    """verifiers' interception server with relay's client for the policy."""
-
-    def __init__(self, policy: PolicyClient, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._policy = policy
-
-    def _client(self, config: Any) -> Client:
-        return self._policy if config == POLICY_CLIENT else super()._client(config)
 
 
 class Host:
@@ -136,19 +126,23 @@ class Host:
         self._thread = 0
 
     async def start(self) -> None:
-        """Start the servers; idempotent. Raises EpisodeError if that fails, now or the first
-        time.
+        """Start the servers; idempotent.
+
+        Raises EpisodeError if that fails, now or the first time.
         """
+        # Not in __init__, which runs outside of the environments' event loop.
         if self._ready is None:
             self._thread = threading.get_ident()
             self._ready = asyncio.get_running_loop().create_future()
             self._serving = asyncio.create_task(self._serve(self._ready))
+        # Shielded: an episode that is cancelled must not cancel the start for the others.
         await asyncio.shield(self._ready)
 
     def close(self) -> None:
         """End the servers, and wait until they have ended, up to `CLOSE_S`."""
         if self._serving is None or self._serving.done():
             return
+        # The servers must end in the loop that they began in, wherever `close` is called.
         loop = self._serving.get_loop()
         if not loop.is_running():
             # In a thread of its own, because the caller's may run another loop.
@@ -170,12 +164,11 @@ class Host:
     async def _serve(self, ready: asyncio.Future[None]) -> None:
         try:
             async with self.env.serving():
-                shared = self.env._shared_tools
-                secrets = tuple(s.state_secret for s in shared.values() if s.state_secret)
-                async with PolicyServer(self.policy, state_service_secrets=secrets) as server:
-                    # The server that the environment's agents use; `serving` has no argument for
-                    # it.
-                    self.env._interception = server
+                secrets = get_state_secrets(self.env)
+                async with make_server(
+                    client=self.policy, config=POLICY_CLIENT, secrets=secrets
+                ) as server:
+                    use_server(self.env, server)
                     ready.set_result(None)
                     await self._stopping.wait()
         except Exception as error:  # raised by the environment's own code
@@ -188,8 +181,9 @@ class Host:
 
 
 class Episode:
-    """Environment that plays one rollout of verifiers, driven by relay's replies; it starts at the
-    first one.
+    """Environment that plays one rollout of verifiers, driven by relay's replies.
+
+    The rollout starts at the first reply.
 
     Args:
         task: a `verifiers.v1.Task`.
@@ -212,25 +206,29 @@ class Episode:
         self._asking: asyncio.Future[Reply] | None = None
         self._run: asyncio.Task[Any] | None = None
         self._traces: list[Any] = []
+        """Runs of the trained seat; more than one is refused."""
         self._refusal: str | None = None
 
     def opening(self) -> Sequence[Message]:
         return self._opening
 
     async def step(self, reply: Reply) -> Observation:
-        """Return the environment's answer to a reply; the last one has rewards among its
-        metrics.
+        """Return the environment's answer to a reply.
+
+        The last answer has rewards among its metrics.
         """
         if self._run is None:
             await self._host.start()
             context = ModelContext(model=POLICY, client=POLICY_CLIENT, sampling=Sampling())
             # Episodes of a task would share what its hooks do to its data.
             task = copy_data(self._task)
-            play = self._host.env.run_episode(task, context, on_trace=self._on_trace)
+            play = self._host.env.run_episode(task, context, on_trace=self._register_trace)
             self._run = asyncio.create_task(play)
-            if (first := await self._next()) is None:
+            # The first request repeats the opening, which relay has drawn the reply for.
+            first = await self._wait_for_messages()
+            if first is None:
                 raise EpisodeError(
-                    f"the environment ended before it asked the model: {self._failure()}"
+                    f"the environment ended before it asked the model: {self._describe_failure()}"
                 )
             if first:
                 texts = [f"{m.role}: {shortened(m.content, most=200)!r}" for m in first]
@@ -242,40 +240,43 @@ class Episode:
         self._messages.append(None)
         asking, self._asking = self._asking, None
         asking.set_result(reply)
-        messages = await self._next()
-        return self._outcome() if messages is None else Observation(messages=tuple(messages))
+        messages = await self._wait_for_messages()
+        return self._make_outcome() if messages is None else Observation(messages=tuple(messages))
 
     async def close(self) -> None:
         """Cancel the rollout."""
         if self._run is not None and not self._run.done():
             self._run.cancel()
             await asyncio.wait({self._run}, timeout=CLOSE_S)
+        # The harness may still send a last request, which then finds no episode.
         for trace in self._traces:
             self._host.policy.episodes.pop(trace.id, None)
 
     async def ask(self, prompt: Sequence[Any]) -> Reply:
         """Take a request of the harness and wait for the reply."""
-        messages = self._new_messages(prompt)
+        messages = self._take_new_messages(prompt)
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._requests.put_nowait((messages, answer))
         return await answer
 
     def refuse(self, why: str) -> None:
-        """Raise EpisodeError, which verifiers turns into an error of the harness, and keep the
-        reason.
+        """Raise EpisodeError, which verifiers turns into an error of the harness.
+
+        The reason is kept.
         """
         self._refusal = why
         raise EpisodeError(why)
 
-    def _on_trace(self, trace: Any) -> None:
+    def _register_trace(self, trace: Any) -> None:
         """Register the trace of the trained agent when its run begins."""
         if trace.agent.name == self._host.seat:
             self._traces.append(trace)
             self._host.policy.episodes[trace.id] = self
 
-    async def _next(self) -> Sequence[Message] | None:
+    async def _wait_for_messages(self) -> Sequence[Message] | None:
         """Wait for the environment's next messages; return None when the rollout has ended."""
         assert self._run is not None
+        # The rollout may end without a further request; then nobody would answer.
         getting = asyncio.create_task(self._requests.get())
         try:
             await asyncio.wait({getting, self._run}, return_when=asyncio.FIRST_COMPLETED)
@@ -286,75 +287,88 @@ class Episode:
         finally:
             getting.cancel()
 
-    def _new_messages(self, prompt: Sequence[Any]) -> Sequence[Message]:
+    def _take_new_messages(self, prompt: Sequence[Any]) -> Sequence[Message]:
         """Return the messages of a request after the known ones."""
         if len(self._traces) > 1:
             self.refuse(
                 f"seat {self._host.seat!r} plays several runs in one episode; relay trains one"
             )
-        messages = [None if m.role == "assistant" else self._message(m) for m in prompt]
+        # The model's replies are not compared: verifiers has them split into thoughts and calls.
+        messages: list[Message | None] = []
+        for m in prompt:
+            messages.append(None if m.role == "assistant" else self._convert_message(m))
         num_known = len(self._messages)
         if messages[:num_known] != self._messages:
             self.refuse(
                 "it does not continue the conversation, but begins another or rewrites this one"
             )
-        new = [message for message in messages[num_known:] if message is not None]
-        if len(new) != len(messages) - num_known:
-            self.refuse("it contains a reply that the model has not given")
+        new = []
+        for message in messages[num_known:]:
+            if message is None:
+                self.refuse("it contains a reply that the model has not given")
+            else:
+                new.append(message)
         if self.num_replies and not new:
             self.refuse("it asks again without a new message")
         self._messages += new
         return new
 
-    def _message(self, message: Any) -> Message:
+    def _convert_message(self, message: Any) -> Message:
         if not isinstance(message.content, str) and any(p.type != "text" for p in message.content):
             self.refuse("it shows the model an image; relay trains only on text")
         return Message(role=message.role, content=content_text(message.content))
 
-    def _outcome(self) -> Observation:
+    def _make_outcome(self) -> Observation:
         assert self._run is not None
         episode = self._run.result()
         if not episode.ok or self._refusal is not None:
-            raise EpisodeError(self._failure())
+            raise EpisodeError(self._describe_failure())
         (trace,) = self._traces
-        if missing := sorted(name for name, reward in trace.rewards.items() if reward is None):
+        missing = sorted(name for name, reward in trace.rewards.items() if reward is None)
+        if missing:
             raise EpisodeError(
                 f"it was ended before its rewards were computed: {', '.join(missing)}"
             )
         if not trace.rewards:
             raise EpisodeError("it has no rewards, so nothing can be learned from it")
-        rewards = {name: reward.score for name, reward in trace.rewards.items()}
-        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-        return Observation(
-            metrics={
-                **{
-                    f"verifiers/{name}": float(value)
-                    for name, value in {**metrics, **rewards}.items()
-                },
-                "verifiers/reward": float(trace.reward),
-            }
-        )
 
-    def _failure(self) -> str:
+        metrics = {}
+        for name, value in trace.metrics.items():
+            if value is not None:
+                metrics[f"verifiers/{name}"] = float(value)
+        # After the metrics: a reward of the same name is what the model is trained on.
+        for name, reward in trace.rewards.items():
+            metrics[f"verifiers/{name}"] = float(reward.score)
+        metrics["verifiers/reward"] = float(trace.reward)
+        return Observation(metrics=metrics)
+
+    def _describe_failure(self) -> str:
         assert self._run is not None
         if self._refusal is not None:
             return self._refusal
-        episode = self._run.result()
-        errors = [*episode.errors, *(error for trace in self._traces for error in trace.errors)]
+        errors = [*self._run.result().errors]
+        for trace in self._traces:
+            errors += trace.errors
+        # An error of a trace is often one of the episode too; a dict names it once, in order.
         reasons = dict.fromkeys(f"{error.type}: {error.message}" for error in errors)
         return "; ".join(reasons) or "it gives no reason"
 
 
-def as_response(reply: Reply, *, call_prefix: str) -> Response:
+def to_response(reply: Reply, *, call_prefix: str) -> Response:
     """Return a reply as a model server would: with separate thoughts, text and calls."""
     parts = split_reply(reply.text)
     thoughts = [part.text.strip() for part in parts if part.kind == "thought"]
-    calls = [
-        ToolCall(id=f"{call_prefix}_{i}", name=name, arguments=json.dumps(arguments))
-        for i, (name, arguments) in enumerate(map(_name_and_arguments, parse_calls(reply.text)))
-    ]
+    calls = []
+    for i, call in enumerate(parse_calls(reply.text)):
+        name, arguments = _name_and_arguments(call)
+        calls.append(ToolCall(id=f"{call_prefix}_{i}", name=name, arguments=json.dumps(arguments)))
+
+    # Text after a call has no place in a message of the API, which lists calls after the text.
     before = list(itertools.takewhile(lambda part: part.kind != "call", parts))
     content = join_answer(before) if calls or thoughts else reply.text
+    finish_reason = "tool_calls" if calls else "stop"
+    if reply.completion.is_cut_off:
+        finish_reason = "length"
     return Response(
         id=call_prefix,
         created=0,
@@ -364,11 +378,7 @@ def as_response(reply: Reply, *, call_prefix: str) -> Response:
             reasoning_content="\n\n".join(thoughts) if thoughts else None,
             tool_calls=calls or None,
         ),
-        finish_reason="length"
-        if reply.completion.is_cut_off
-        else "tool_calls"
-        if calls
-        else "stop",
+        finish_reason=finish_reason,
         usage=Usage(prompt_tokens=0, completion_tokens=len(reply.completion.token_ids)),
     )
 
@@ -384,8 +394,9 @@ class ConversationConfig(HarnessConfig):
 
 
 class ConversationHarness(Harness[ConversationConfig]):
-    """Chat loop like verifiers' `null` harness: asks the model and runs tools until a reply calls
-    none.
+    """Chat loop like verifiers' `null` harness.
+
+    The loop asks the model and runs tools until a reply calls none.
     """
 
     APPENDS_SYSTEM_PROMPT = True
@@ -412,10 +423,9 @@ class ConversationHarness(Harness[ConversationConfig]):
         else:
             messages += [message_to_wire(message) for message in prompt or []]
         async with AsyncExitStack() as stack:
-            servers = {
-                name: {"url": url, "timeout": self.config.tool_timeout}
-                for name, url in mcp_urls.items()
-            }
+            servers = {}
+            for name, url in mcp_urls.items():
+                servers[name] = {"url": url, "timeout": self.config.tool_timeout}
             schemas, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
             # No timeout: a reply takes as long as it takes, and the request is cancelled with the
             # rollout.

@@ -22,14 +22,15 @@ from rl.protocols import Environment
 from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
 from rl.tasks.data import (
     choose,
-    content_key,
     decode_settings,
+    hash_content,
     import_for_tasks,
     is_held_out,
-    shuffled_problems,
+    shuffle_problems,
 )
-from rl.tasks.fingerprint import digest_of_problem
+from rl.tasks.fingerprint import hash_problem
 from rl.tasks.task import Solved
+from rl.tasks.verifiers_private import get_agent_specs, get_harness, make_toolset
 from rl.tools.tool import announce
 from rl.types import Message, Problem, Rollout
 
@@ -50,6 +51,8 @@ class VerifiersTask(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Taskset, environment and trained seat, with their settings."""
+
         taskset: str
         """Importable module of the taskset, such as `gsm8k_v1` or `owner/gsm8k-v1`."""
         settings: Settings = field(default_factory=dict)
@@ -85,27 +88,35 @@ class VerifiersTask(Configurable):
     def __init__(self, *, config: Config) -> None:
         self.config = config
         vf = _import_verifiers(config)
-        env, eval_env = (
-            _load_env(vf, config, settings)
-            for settings in (config.settings, {**config.settings, **config.eval_settings})
-        )
-        seat = _trained_seat(env, config)
+        env = _load_env(vf, config, config.settings)
+        eval_env = _load_env(vf, config, {**config.settings, **config.eval_settings})
+        seat = _choose_seat(env, config)
+        # Rows of verifiers by the id of their problem: they hold code, which a problem must not.
         self._tasks: dict[str, Any] = {}
-        train = self._problems(env, seat=seat, name=config.taskset)
+        train = self._read_problems(env, seat=seat, name=config.taskset)
         if config.eval_settings:
-            held = self._problems(eval_env, seat=seat, name=f"{config.taskset}/eval")
+            eval_problems = self._read_problems(eval_env, seat=seat, name=f"{config.taskset}/eval")
         else:
-            held = [p for p in train if is_held_out(content_key(p.question), share=config.held_out)]
-        keys = [content_key(p.question) for p in held]
+            eval_problems = []
+            for problem in train:
+                if is_held_out(hash_content(problem.question), share=config.held_out):
+                    eval_problems.append(problem)
+
+        # By the question, because rows of two splits may ask the same.
+        keys = [hash_content(problem.question) for problem in eval_problems]
         evaluated = set(keys)
-        self._train = [p for p in train if content_key(p.question) not in evaluated]
-        self._eval = [held[i] for i in choose(keys, config.num_eval)]
+        self._train = []
+        for problem in train:
+            if hash_content(problem.question) not in evaluated:
+                self._train.append(problem)
+        self._eval = [eval_problems[i] for i in choose(keys, config.num_eval)]
         if not self._train or not self._eval:
             raise ValueError(
                 f"taskset={config.taskset!r}: {len(train)} rows leave {len(self._train)} to train "
-                f"on and {len(held)} to evaluate on (held_out={config.held_out}, "
+                f"on and {len(eval_problems)} to evaluate on (held_out={config.held_out}, "
                 f"eval_settings={config.eval_settings})"
             )
+        # Imported here, because the bridge subclasses parts of verifiers, an optional package.
         bridge = import_for_tasks("rl.tasks.verifiers_bridge", needed_by="verifiers")
         self._episode = bridge.Episode
         self._host = bridge.Host(env, seat=seat)
@@ -115,11 +126,11 @@ class VerifiersTask(Configurable):
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return endless problems; `.problem(n)` is number n."""
-        return shuffled_problems(
+        return shuffle_problems(
             self._train.__getitem__,
             num_problems=len(self._train),
             seed=f"train {seed}",
-            digest_at=lambda i: digest_of_problem(self._train[i], self._train[i].info["opening"]),
+            digest_at=lambda i: hash_problem(self._train[i], self._train[i].info["opening"]),
         )
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
@@ -136,22 +147,22 @@ class VerifiersTask(Configurable):
         task = self._tasks[problem.id]
         opening = [Message(role=role, content=content) for role, content in problem.info["opening"]]
         episode: Environment = self._episode(
-            self._host, task, opening=opening, prompt=_opening(task)
+            self._host, task, opening=opening, prompt=_make_opening(task)
         )
         return episode
 
     def rubric(self, *, seed: int) -> Rubric:
         """Give the rewards that the environment computed."""
         return Rubric(
-            criteria=(Criterion(name="verifiers", function=episode_reward),),
-            correct=Solved(reward=episode_reward, at=self.config.solved_at),
+            criteria=(Criterion(name="verifiers", function=get_episode_reward),),
+            correct=Solved(reward=get_episode_reward, at=self.config.solved_at),
         )
 
     def close(self) -> None:
         """End the rollouts and tool servers of the environment."""
         self._host.close()
 
-    def _problems(self, env: Any, *, seat: str, name: str) -> list[Problem]:
+    def _read_problems(self, env: Any, *, seat: str, name: str) -> list[Problem]:
         """Return every row as a problem; raises ValueError for a row that cannot be trained on."""
         taskset, most = env.taskset, self.config.max_problems
         if most is None and not taskset.bounded:
@@ -161,9 +172,10 @@ class VerifiersTask(Configurable):
             problem_id = f"{name}/{task.data.idx}"
             try:
                 _check_fit(env, task, seat=seat)
-                opening = _opening(task)
-                system, tools = "", declarations(task, taskset)
+                opening = _make_opening(task)
+                system, tools = "", list_tools(task, taskset)
                 if tools:
+                    # The announcement is part of the prompt, as templates write it.
                     if opening[0].role == "system":
                         system, opening = opening[0].content, opening[1:]
                     opening = [Message(role="system", content=announce(tools, system)), *opening]
@@ -195,8 +207,11 @@ def _import_verifiers(config: VerifiersTask.Config) -> ModuleType:
     )
     if config.classes:
         module = ModuleType(config.taskset)
-        module.__dict__.update({cls.__name__: cls for cls in config.classes})
-        module.__all__ = [cls.__name__ for cls in config.classes]  # type: ignore[attr-defined]
+        names = []
+        for cls in config.classes:
+            names.append(cls.__name__)
+            setattr(module, cls.__name__, cls)
+        module.__all__ = names  # type: ignore[attr-defined]
         sys.modules[config.taskset] = module
     return import_for_tasks("verifiers.v1", needed_by="verifiers")
 
@@ -209,13 +224,15 @@ def _load_env(vf: ModuleType, config: VerifiersTask.Config, settings: Settings) 
         env_class = vf.environment_class(config.taskset, config.environment)
         config_class = vf.env_config_type(config.taskset, config.environment)
         brings_harness = vf.default_harness_id(config.taskset) != "bash"
-        for name in _seats(vf, config_class):
+        for name in _list_seats(vf, config_class):
+            # Rollouts run on this machine, unless the settings name another runtime.
             own = {"runtime": {"type": "subprocess"}}
             declared = config_class.model_fields[name].default
             if declared.harness is None and not brings_harness:
                 own["harness"] = {"id": HARNESS_ID}
             given[name] = {**own, **given.get(name, {})}
-            if isinstance(client := given[name].get("client"), dict):
+            client = given[name].get("client")
+            if isinstance(client, dict):
                 client.setdefault("type", "eval")
         data = {"id": config.environment, "taskset": taskset, **given}
         return env_class(config_class.model_validate(data))
@@ -227,18 +244,23 @@ def _load_env(vf: ModuleType, config: VerifiersTask.Config, settings: Settings) 
         ) from error
 
 
-def _seats(vf: ModuleType, config_class: Any) -> list[str]:
-    fields = config_class.model_fields.items()
-    return [name for name, info in fields if isinstance(info.default, vf.AgentConfig)]
+def _list_seats(vf: ModuleType, config_class: Any) -> list[str]:
+    seats = []
+    for name, info in config_class.model_fields.items():
+        if isinstance(info.default, vf.AgentConfig):
+            seats.append(name)
+    return seats
 
 
-def _trained_seat(env: Any, config: VerifiersTask.Config) -> str:
-    """Return the trained agent; raises ValueError if it is ambiguous, or if other agents have no
-    model.
+def _choose_seat(env: Any, config: VerifiersTask.Config) -> str:
+    """Return the trained agent.
+
+    Raises ValueError if it is ambiguous, or if other agents have no model.
     """
-    seats: dict[str, Any] = env._agent_specs
+    seats = get_agent_specs(env)
     if not config.seat and len(seats) > 1:
         raise ValueError(f"seat is empty, but {type(env).__name__} has several: {', '.join(seats)}")
+    # Other seats are played by models of their own, whose replies are not trained on.
     seat = config.seat or next(iter(seats))
     if seat not in seats:
         raise ValueError(f"seat={seat!r}: {type(env).__name__} has {', '.join(seats)}")
@@ -253,16 +275,18 @@ def _trained_seat(env: Any, config: VerifiersTask.Config) -> str:
 
 
 def _check_fit(env: Any, task: Any, *, seat: str) -> None:
-    """Raise TypeError or ValueError, by verifiers' own rules, for a task that cannot be played
-    here.
+    """Raise an error, by verifiers' own rules, for a task that cannot be played here.
+
+    The error is a TypeError or ValueError.
     """
     compile_ = import_for_tasks("verifiers.v1.utils.compile", needed_by="verifiers")
-    runtime = compile_.resolve_runtime_config(env._agent_specs[seat].runtime, task, set())
+    # As verifiers does before a rollout; here before the run, for all rows.
+    runtime = compile_.resolve_runtime_config(get_agent_specs(env)[seat].runtime, task, set())
     tools = [*task.toolsets(task.config), *env.taskset.toolsets(env.taskset.config)]
-    compile_.validate_pairing(env._harnesses[seat], type(task), runtime, tools=tools)
+    compile_.validate_pairing(get_harness(env, seat), type(task), runtime, tools=tools)
 
 
-def _opening(task: Any) -> list[Message]:
+def _make_opening(task: Any) -> list[Message]:
     """Return the opening messages of a task; raise ValueError if relay cannot open with them."""
     prompt, system = task.data.prompt, task.data.system_prompt
     if prompt is None:
@@ -280,9 +304,10 @@ def _opening(task: Any) -> list[Message]:
     return [Message(role="system", content=system), *opening] if system else opening
 
 
-def episode_reward(rollout: Rollout) -> float:
-    """Return the sum of the environment's own rewards; UnparsedAnswer if a limit ended the episode
-    before.
+def get_episode_reward(rollout: Rollout) -> float:
+    """Return the sum of the environment's own rewards.
+
+    Raises UnparsedAnswer if a limit ended the episode before.
     """
     reward = rollout.turns[-1].observation.metrics.get(REWARD)
     if reward is None:
@@ -303,9 +328,10 @@ class ToolCollector:
         self.tools.append(tool.from_function(fn, name=name, description=description))
 
 
-def declarations(task: Any, taskset: Any) -> list[Any]:
-    """Return the tools of a task with the names that its harness gives them; shared servers come
-    first.
+def list_tools(task: Any, taskset: Any) -> list[Any]:
+    """Return the tools of a task with the names that its harness gives them.
+
+    Shared servers come first.
     """
     declared: list[Any] = []
     for toolset in (*taskset.toolsets(taskset.config), *task.toolsets(task.config)):
@@ -316,24 +342,22 @@ def declarations(task: Any, taskset: Any) -> list[Any]:
             )
         try:
             cls: Any = type(toolset)
-            tools = _recorded(cls, toolset.config.model_dump_json())
+            tools = _record_tools(cls, toolset.config.model_dump_json())
         except AttributeError as error:
             raise ValueError(
                 f"its tool server {name!r} registers more than functions: {error}"
             ) from error
         prefix = f"{name}_" if name else ""
-        declared += [
-            tool.model_copy(
-                update={"name": f"{prefix}{tool.name}", "description": tool.description or ""}
-            )
-            for tool in tools
-        ]
+        for tool in tools:
+            update = {"name": f"{prefix}{tool.name}", "description": tool.description or ""}
+            declared.append(tool.model_copy(update=update))
     return declared
 
 
 @functools.lru_cache(maxsize=256)
-def _recorded(cls: Any, config: str) -> tuple[Any, ...]:
-    toolset = cls(cls._config_cls().model_validate_json(config))
+def _record_tools(cls: Any, config: str) -> tuple[Any, ...]:
+    # Cached, because the toolsets of most tasks are the same for each row.
+    toolset = make_toolset(cls, config)
     recorder = ToolCollector()
     toolset.register(recorder)
     return tuple(recorder.tools)

@@ -32,8 +32,9 @@ _VALID = "numbers, + - * / // % ** and parentheses"
 
 
 class Calculator:
-    """Tool that evaluates one expression of numbers, `+ - * / // % **` and parentheses as Python
-    does.
+    """Tool that evaluates one arithmetic expression as Python does.
+
+    Valid are numbers, `+ - * / // % **` and parentheses.
 
     Integers beyond `MAX_BITS` are refused before they are computed, so no expression takes long.
     """
@@ -55,20 +56,23 @@ class Calculator:
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         value = evaluate(arguments["expression"])
+        # Division gives floats: a model that asks for 6 / 2 expects 3. From 2**53 on, a float may
+        # not be the number that its digits say.
         is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
         return str(int(value) if is_whole else value)
 
 
 def evaluate(expression: str) -> Number:
-    """Return the value of an expression; raise ToolError for other text, or a value beyond the
-    limits.
+    """Return the value of an expression.
+
+    Raises ToolError for other text, or a value beyond the limits.
     """
     if len(expression) > MAX_CHARS:
         raise ToolError(
             f"Error: the expression has {len(expression)} characters, at most {MAX_CHARS}"
         )
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _evaluate_node(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError:
         raise ToolError("Error: division by zero") from None
     except (OverflowError, RecursionError, MemoryError):
@@ -81,26 +85,26 @@ def evaluate(expression: str) -> Number:
     return value
 
 
-def _value(node: ast.expr) -> Number:
+def _evaluate_node(node: ast.expr) -> Number:
     # bool is a subclass of int, but not a number here.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _within_limits(node.value)
+        return _check_limits(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_value(node.operand))
+        return _UNARY[type(node.op)](_evaluate_node(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _value(node.left), _value(node.right)
-        is_power = isinstance(node.op, ast.Pow)
+        left, right = _evaluate_node(node.left), _evaluate_node(node.right)
+        # Before the computation: 9**9**9 would take the memory and the time of the whole run.
         if (
-            is_power
+            isinstance(node.op, ast.Pow)
             and type(left) is type(right) is int
             and (left.bit_length() - 1) * right > MAX_BITS
         ):
             raise OverflowError
-        return _within_limits(_BINARY[type(node.op)](left, right))
+        return _check_limits(_BINARY[type(node.op)](left, right))
     raise ToolError(f"Error: {ast.unparse(node)[:80]!r} is not allowed; valid are {_VALID}")
 
 
-def _within_limits(value: Any) -> Number:
+def _check_limits(value: Any) -> Number:
     if isinstance(value, complex):
         raise ToolError("Error: the result is not a real number")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:

@@ -12,8 +12,8 @@ from rl.tools.tool import (
     ToolError,
     ToolTimeoutError,
     announce,
-    called_tool,
     check_tools,
+    find_tool,
     parse_calls,
 )
 from rl.types import Message, Observation, Problem, Reply
@@ -73,14 +73,21 @@ class ToolEnvironment:
         self._num_left -= len(made)
         started = now_s()
         answers = await all_or_cancel(map(self._answer, made))
-        errors = [answer for answer in answers if isinstance(answer, ToolError)]
+        duration_s = now_s() - started
+
+        texts = []
+        num_errors, num_timeouts = len(refused), 0
+        for answer in answers:
+            texts.append(str(answer))
+            num_errors += isinstance(answer, ToolError)
+            num_timeouts += isinstance(answer, ToolTimeoutError)
         metrics = {
             "tools/calls": float(len(calls)),
-            "tools/errors": float(len(errors) + len(refused)),
-            "tools/timeouts": float(sum(isinstance(error, ToolTimeoutError) for error in errors)),
-            "tools/s": now_s() - started if made else 0.0,
+            "tools/errors": float(num_errors),
+            "tools/timeouts": float(num_timeouts),
+            "tools/s": duration_s if made else 0.0,
         }
-        texts = [str(answer) for answer in answers]
+        # Without a call that was made there is nothing to answer, and no message ends the episode.
         if made and refused:
             texts.append(
                 f"Error: {len(refused)} more calls were not made: max_calls={self.max_calls} is "
@@ -97,11 +104,12 @@ class ToolEnvironment:
         try:
             if isinstance(call, BadCall):
                 raise ToolError(call.error)
-            return await called_tool(call, self.tools).call(call.arguments)
+            return await find_tool(call, self.tools).call(call.arguments)
         except ToolError as error:
             return error
 
     def _fit(self, text: str) -> str:
+        # Half of a surrogate pair, which code may print, cannot be encoded by a tokenizer.
         text = text.encode(errors="replace").decode()
         if len(text) <= self.max_result_chars:
             return text

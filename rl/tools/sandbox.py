@@ -3,8 +3,8 @@
 Each call starts a fresh interpreter (`python -I -S`, so only the standard library) in an empty
 folder, without environment variables or standard input. The process confines itself before it reads
 the code (`rl/tools/sandbox_child.py`). This side enforces wall-clock time, output, the number of
-files and, where the kernel does not, of threads. docs/rewards.md lists what the sandbox prevents
-and what it does not.
+files in the folder and, where the kernel does not, of threads. docs/rewards.md lists what the
+sandbox prevents and what it does not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any, Literal
 
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
-from rl.tools.created_files import CreatedFiles
 from rl.tools.sandbox_child import LAUNCH, NAME, OUT_OF_MEMORY
 from rl.tools.tool import ToolError, ToolTimeoutError
 from rl.utils.errors import RunError
@@ -44,7 +43,9 @@ CHECK_S = 60.0
 """Time limit of the trial run at the start."""
 TRIAL = """
 import os
-for attempt in (lambda: os._exit(0) if os.fork() == 0 else None, lambda: os.open("/proc/self/environ", 0)):
+fork = lambda: os._exit(0) if os.fork() == 0 else None
+read = lambda: os.open("/proc/self/environ", 0)
+for attempt in (fork, read):
     try:
         attempt()
     except PermissionError:
@@ -94,11 +95,12 @@ class PythonSandbox(Configurable):
     Raises:
         ValueError: this machine is not Linux, or lacks seccomp or Landlock and `allow_unconfined`
             is off.
-        OSError: this user has no inotify instance left.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Limits of a call, the number of calls at the same time, and folders to import from."""
+
         time_limit_s: float = 5.0
         """Wall-clock time of one call, from the start of its process; waiting for a slot is not
         counted.
@@ -113,12 +115,10 @@ class PythonSandbox(Configurable):
         max_output_bytes: int = 64 * 1024
         """Bytes of stdout and stderr together."""
         max_file_mib: int = 4
-        """Size of one file. Times `max_files`, it bounds the disk space of one call, or the memory
-        if the temporary folder is a tmpfs."""
+        """Size of one file. Times `max_files`, it bounds the disk space of the call's folder (or
+        the memory, if the temporary folder is a tmpfs)."""
         max_files: int = 64
-        """Files that one call may create or rename, removed ones and the file of the code itself
-        included.
-        """
+        """Files that the call's folder may hold at a time, the file of the code itself included."""
         num_at_once: int = 0
         """Processes at the same time; other calls wait. 0: as many as this process may use CPU
         cores.
@@ -157,7 +157,6 @@ class PythonSandbox(Configurable):
         self._num_slots = config.num_at_once or len(os.sched_getaffinity(0))
         # All environments of a run are called in one event loop.
         self._slots = asyncio.Semaphore(self._num_slots)
-        self._created = CreatedFiles()
         if not config.allow_unconfined:
             self._check()
 
@@ -184,6 +183,7 @@ class PythonSandbox(Configurable):
                 f"Error: not run: all {self._num_slots} slots were taken for "
                 f"{self.config.wait_limit_s:g} s"
             ) from None
+        # The folder is the call's own, and is removed with all that the code wrote.
         started = time.monotonic()
         folder = tempfile.mkdtemp(prefix="relay-sandbox-")
         try:
@@ -196,10 +196,10 @@ class PythonSandbox(Configurable):
             except OSError as error:
                 logger.warning("Python sandbox: %s could not be removed: %s", folder, error)
         wall_s = time.monotonic() - started
-        reason = stopped or self._reason(status, wall_s)
+        reason = stopped or self._find_reason(status, wall_s)
         return SandboxResult(reason=reason, output=output, status=status, wall_s=wall_s)
 
-    def _reason(self, status: int, wall_s: float) -> Reason:
+    def _find_reason(self, status: int, wall_s: float) -> Reason:
         # The CPU limit sends SIGXCPU, and SIGKILL a second later if the code blocks the first.
         killed_late = status == -signal.SIGKILL and wall_s >= self.config.cpu_limit_s
         if status == -signal.SIGXCPU or killed_late:
@@ -211,15 +211,14 @@ class PythonSandbox(Configurable):
     async def _run_child(
         self, folder: str, code: str, *, time_limit_s: float | None
     ) -> tuple[str, int, Reason | None]:
-        """Run one child process; return its output, its exit status and the limit at which it was
-        killed.
+        """Run one child process; return its output, its exit status and the limit it exceeded.
 
         The process and its session are dead when this returns, raises or is cancelled.
         """
         config, output = self.config, bytearray()
         parent_end, child_end = os.pipe()
         os.set_blocking(parent_end, False)
-        with open(parent_end, "rb") as refusal, self._created.watched(folder) as watch:
+        with open(parent_end, "rb") as refusal:
             try:
                 process = await self._start(folder, code, refusal=child_end)
             finally:
@@ -232,20 +231,20 @@ class PythonSandbox(Configurable):
                 async with asyncio.timeout(time_limit_s or config.time_limit_s):
                     while not (ended.done() or stopped) and len(output) <= config.max_output_bytes:
                         await asyncio.wait([ended], timeout=LOOK_S)
-                        stopped = self._exceeded(watch, pid=process.pid)
+                        stopped = self._find_exceeded(folder, pid=process.pid)
             except TimeoutError:
                 stopped = "time limit"
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(
-                        process.pid, signal.SIGKILL
-                    )  # a confined process cannot leave its group
+                    # A confined process cannot leave its group.
+                    os.killpg(process.pid, signal.SIGKILL)
                 await asyncio.wait([ended], timeout=GRACE_S)
             if process.returncode is None:
                 raise OSError(
                     f"child process {process.pid} still exists {GRACE_S:g} s after it was killed"
                 )
-            if problem := refusal.read():
+            problem = refusal.read()
+            if problem:
                 raise RunError(f"the Python sandbox: {problem.decode()}")
         if len(output) > config.max_output_bytes:
             stopped = "output limit"
@@ -256,9 +255,7 @@ class PythonSandbox(Configurable):
         )
 
     async def _start(self, folder: str, code: str, *, refusal: int) -> asyncio.subprocess.Process:
-        """Start the child and send it the code, and the pipe in which it says why it cannot confine
-        itself.
-        """
+        """Start the child; send it the code, and the pipe for the reason of a refusal."""
         pipe = asyncio.subprocess.PIPE
         # The real path: the code may not read the virtual environment's folder.
         python = os.path.realpath(sys.executable)
@@ -277,12 +274,13 @@ class PythonSandbox(Configurable):
         process.stdin.close()
         return process
 
-    def _exceeded(self, watch: int, *, pid: int) -> Reason | None:
-        """Return the limit that a running call has exceeded and that the kernel does not
-        enforce.
-        """
-        if 1 + self._created.count(watch) > self.config.max_files:
+    def _find_exceeded(self, folder: str, *, pid: int) -> Reason | None:
+        """Return the limit that a call has exceeded and that the kernel does not enforce."""
+        # Confined code can make no folders, so one listing finds every file. A removed file that is
+        # still open or mapped is not listed; RLIMIT_FSIZE and the time limits bound its size.
+        if len(os.listdir(folder)) > self.config.max_files:
             return "file limit"
+
         # The kernel enforces this one only where the child may have a user or a user namespace of
         # its own.
         with contextlib.suppress(FileNotFoundError):

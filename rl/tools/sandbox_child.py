@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import CodeType
 
-from rl.tools.syscalls import seccomp_program
+from rl.tools.syscalls import make_seccomp_program
 
 LAUNCH = (
     "import sys; sys.path.insert(0, sys.argv[1]); from rl.tools import sandbox_child; "
@@ -63,16 +63,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Exit with the code's exit status, or write into the pipe `refusal` why the code is not
-    run.
-    """
+    """Exit with the code's exit status, or write the reason of a refusal into the pipe."""
     request = marshal.load(sys.stdin.buffer)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
     # Line by line, because stderr has the same pipe, and what is buffered is lost when the process
     # is killed.
-    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(  # type: ignore[union-attr]
+        errors="backslashreplace", line_buffering=True
+    )
     sys.path[0:1] = request["import_paths"]
     try:
         confine(
@@ -91,18 +91,18 @@ def main() -> None:
 
 
 def run(code: str) -> int:
-    """Run code like a notebook cell, which prints the value of its last expression; return the exit
-    status.
+    """Run code like a notebook cell and return the exit status.
+
+    A cell prints the value of its last expression.
     """
     reserve = [bytes(RESERVE)]
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     sys.argv = [NAME]
     try:
-        for part, is_value in _parts(code):
-            value = eval(
-                part, module.__dict__
-            )  # executes statements too, and returns None for them
+        for part, is_value in _compile_parts(code):
+            # Executes statements too, and returns None for them.
+            value = eval(part, module.__dict__)
             if is_value and value is not None:
                 print(repr(value))
         sys.stdout.flush()
@@ -118,16 +118,17 @@ def run(code: str) -> int:
     return 0
 
 
-def _parts(code: str) -> list[tuple[CodeType, bool]]:
+def _compile_parts(code: str) -> list[tuple[CodeType, bool]]:
     """Compile all statements except a last expression, and that expression."""
-    import _ast  # builtin: importing ast takes five times as long as everything else here
-
+    # Without the module ast, whose import takes five times as long as everything else here.
     tree = compile(code, NAME, "exec", ONLY_AST)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
-    parts = [(compile(tree, NAME, "exec"), False)]
-    if last is not None:
-        parts.append((compile(_ast.Expression(last.value), NAME, "eval"), True))
-    return parts
+    if not tree.body or type(tree.body[-1]).__name__ != "Expr":
+        return [(compile(tree, NAME, "exec"), False)]
+
+    last = tree.body.pop()
+    expression = compile("None", NAME, "eval", ONLY_AST)
+    expression.body = last.value
+    return [(compile(tree, NAME, "exec"), False), (compile(expression, NAME, "eval"), True)]
 
 
 def _report(error: BaseException) -> None:
@@ -169,12 +170,12 @@ def confine(
         _, hard = resource.getrlimit(number)
         # One more second of CPU time until SIGKILL, so that SIGXCPU at the soft limit can be
         # recognized.
-        both = [limit, limit + 1 if name == "RLIMIT_CPU" else limit]
+        highest = limit + 1 if name == "RLIMIT_CPU" else limit
         if hard != resource.RLIM_INFINITY:
-            both = [min(value, hard) for value in both]
-        resource.setrlimit(number, (both[0], both[1]))
+            limit, highest = min(limit, hard), min(highest, hard)
+        resource.setrlimit(number, (limit, highest))
     _drop_capabilities()
-    _die_with(parent)
+    _end_with_parent(parent)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     steps = {"Landlock": lambda: _restrict_files(folder, readable), "seccomp": _filter_system_calls}
     for name, step in steps.items():
@@ -186,8 +187,9 @@ def confine(
 
 
 def _count_threads_apart() -> bool:
-    """Give this process a user that has no other processes, as RLIMIT_NPROC counts; return False if
-    refused.
+    """Give this process a user that has no other processes, as RLIMIT_NPROC counts.
+
+    Returns False if the kernel refuses.
 
     Root, for whom the kernel does not enforce that limit, takes another real user id, and keeps the
     effective one, by which files are accessed. Anybody else counts anew in a user namespace.
@@ -202,7 +204,7 @@ def _count_threads_apart() -> bool:
         return bool(apart)
 
 
-def _die_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent's thread ends."""
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
     if os.getppid() != parent:
@@ -214,26 +216,26 @@ def _drop_capabilities() -> None:
     number = _CAPSET.get(os.uname().machine)
     if number is not None:
         header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-        _system_call(number, header, bytes(24))
+        _make_system_call(number, header, bytes(24))
 
 
 def _restrict_files(folder: str, readable: Sequence[str]) -> None:
     """Apply Landlock; raise OSError if the kernel has none or it is switched off."""
-    abi = _system_call(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_ABI_QUESTION)
+    abi = _make_system_call(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_ABI_QUESTION)
     # A ruleset may name only rights that this version knows; a named right without a rule is
     # refused.
     files = (1 << 13) - 1
-    files |= (
-        (1 << 13 if abi >= 2 else 0) | (_TRUNCATE if abi >= 3 else 0) | (1 << 15 if abi >= 5 else 0)
-    )
+    files |= 1 << 13 if abi >= 2 else 0
+    files |= _TRUNCATE if abi >= 3 else 0
+    files |= 1 << 15 if abi >= 5 else 0
     tcp, scopes = 0b11, 0b11
     attributes = struct.pack("=QQQ", files, tcp, scopes)[: 8 if abi < 4 else 16 if abi < 6 else 24]
-    ruleset = _system_call(_LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
+    ruleset = _make_system_call(_LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
     own = os.path.join(sys.base_prefix, "lib"), os.path.join(sys.base_exec_prefix, sys.platlibdir)
     allowed = dict.fromkeys((*own, *_SYSTEM, *_SYSTEM_FILES, *readable), _READ)
     for path, access in {**allowed, "/dev/null": _READ_FILE | _WRITE_FILE, folder: _OWN}.items():
         _allow(ruleset, path, access & files)
-    _system_call(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
+    _make_system_call(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
 
 
@@ -245,16 +247,17 @@ def _allow(ruleset: int, path: str, access: int) -> None:
     try:
         access &= ~0 if os.path.isdir(path) else _OF_FILES
         rule = struct.pack("=Qi", access, descriptor)
-        _system_call(_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_RULE_PATH_BENEATH, rule, 0)
+        _make_system_call(_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_RULE_PATH_BENEATH, rule, 0)
     finally:
         os.close(descriptor)
 
 
 def _filter_system_calls() -> None:
-    """Install the seccomp filter; raise OSError if the kernel takes none, ValueError if this
-    machine has none.
+    """Install the seccomp filter.
+
+    Raises OSError if the kernel takes none, ValueError if this machine has none.
     """
-    program = seccomp_program(machine=os.uname().machine, pid=os.getpid())
+    program = make_seccomp_program(machine=os.uname().machine, pid=os.getpid())
     code = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(
         struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
@@ -269,7 +272,7 @@ def _prctl(option: int, *arguments: int) -> None:
         raise OSError(number, f"prctl option {option}: {os.strerror(number)}")
 
 
-def _system_call(number: int, *arguments: bytes | int | None) -> int:
+def _make_system_call(number: int, *arguments: bytes | int | None) -> int:
     """Make a raw system call; bytes are passed by address, integers as longs."""
     passed = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     result = _libc.syscall(ctypes.c_long(number), *passed)

@@ -1,8 +1,8 @@
 """The system calls that confined Python code may make, as a seccomp filter.
 
-An allow-list, so that forgotten calls and those of later kernels are refused. `seccomp_program`
-returns a BPF program (seccomp(2), include/uapi/linux/bpf_common.h) from one list for x86_64 and
-aarch64.
+An allow-list, so that forgotten calls and those of later kernels are refused.
+`make_seccomp_program` returns a BPF program (seccomp(2), include/uapi/linux/bpf_common.h) from one
+list for x86_64 and aarch64.
 
 The sandbox's child imports this file too, so it needs nothing but the standard library.
 """
@@ -71,7 +71,7 @@ DONE: Numbers = {
 ABSENT: Numbers = {
     "clone3": (435, 435), "openat2": (437, 437),
 }
-# Allowed depending on their arguments, see `_conditions`.
+# Allowed depending on their arguments, see `_list_conditions`.
 CONDITIONAL: Numbers = {
     "clone": (56, 220), "mmap": (9, 222), "open": (2, None), "openat": (257, 56), "kill": (62, 129),
     "tgkill": (234, 131), "fcntl": (72, 25), "ioctl": (16, 29), "socketpair": (53, 199),
@@ -109,9 +109,10 @@ Condition = tuple[float, int, Sequence[int]]
 more of an int or of clone's flags. Half a number more is the upper half."""
 
 
-def seccomp_program(*, machine: str, pid: int) -> bytes:
-    """Return the filter as an array of `struct sock_filter`; raise ValueError for a machine without
-    a list.
+def make_seccomp_program(*, machine: str, pid: int) -> bytes:
+    """Return the filter as an array of `struct sock_filter`.
+
+    Raises ValueError for a machine without a list.
 
     Args:
         machine: as in `os.uname().machine`.
@@ -133,8 +134,10 @@ def seccomp_program(*, machine: str, pid: int) -> bytes:
     ]
     bodies: dict[str, list[Instruction]] = {}
     for names, action in ((ALLOWED, _ALLOW), (DONE, _ERRNO), (ABSENT, _ERRNO | ENOSYS)):
-        bodies |= {name: [(_RETURN, 0, 0, action)] for name in names}
-    bodies |= {name: _allow_if(conditions) for name, conditions in _conditions(pid).items()}
+        for name in names:
+            bodies[name] = [(_RETURN, 0, 0, action)]
+    for name, conditions in _list_conditions(pid).items():
+        bodies[name] = _allow_if(conditions)
     for name, body in bodies.items():
         number = NUMBERS[name][column]
         if number is not None:
@@ -143,7 +146,7 @@ def seccomp_program(*, machine: str, pid: int) -> bytes:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-def _conditions(pid: int) -> dict[str, list[Condition]]:
+def _list_conditions(pid: int) -> dict[str, list[Condition]]:
     """Return the conditions for each call of `CONDITIONAL`, all of which must hold."""
     own: list[Condition] = [(0, _EVERY_BIT, (pid,))]
     # Not a read-only open that truncates, which Landlock did not check before Linux 6.2, and no

@@ -70,12 +70,25 @@ class ToolTimeoutError(ToolError):
 
 
 class FunctionTool:
-    """Tool that calls a Python function: `async def` in the event loop, `def` in a thread of its
-    own.
+    """Tool that calls a Python function.
+
+    `async def` runs in the event loop, `def` in a thread of its own.
 
     Name, description and JSON schema come from the signature and the docstring, whose `Args:`
     section (Google style) describes every parameter. The model is shown a returned string as it is,
     anything else as JSON, and an exception as an error.
+
+    Example:
+        def add(a: int, b: int) -> int:
+            '''Add two numbers.
+
+            Args:
+                a: the first one.
+                b: the second one.
+            '''
+            return a + b
+
+        tool = FunctionTool(add, time_limit_s=1.0)
 
     A thread cannot be stopped: a plain function that exceeds its time limit goes on until it
     returns or the process ends. Run code that may never end in `PythonSandbox`.
@@ -107,7 +120,8 @@ class FunctionTool:
         self.parameters: Mapping[str, Any] = schema["parameters"] | {"additionalProperties": False}
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        passed = {name: self._whole(name, value) for name, value in arguments.items()}
+        passed = {name: self._to_whole(name, value) for name, value in arguments.items()}
+        # The tool's own limit: `expired` tells it from a TimeoutError of the function.
         timer = asyncio.timeout(self.time_limit_s)
         try:
             async with timer:
@@ -139,10 +153,8 @@ class FunctionTool:
             # A future cannot hold StopIteration, and SystemExit would end the event loop.
             raise ToolError(f"Error: {type(error).__name__}: {error}") from error
 
-    def _whole(self, name: str, value: Any) -> Any:
-        """Convert 2.0, which JSON schema accepts as an integer, to the int that a function
-        expects.
-        """
+    def _to_whole(self, name: str, value: Any) -> Any:
+        """Convert 2.0, which JSON schema accepts as an integer, to the int of a function."""
         if (
             isinstance(value, float)
             and self.parameters["properties"][name].get("type") == "integer"
@@ -200,12 +212,14 @@ def parse_calls(text: str) -> tuple[ToolCall | BadCall, ...]:
     return tuple(calls)
 
 
-def called_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
-    """Return the tool of a call; raise ToolError if there is none, or if the arguments do not fit
-    its schema.
+def find_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
+    """Return the tool of a call.
+
+    Raises ToolError if there is none, or if the arguments do not fit its schema.
     """
     by_name = {tool.name: tool for tool in tools}
-    if (tool := by_name.get(call.name)) is None:
+    tool = by_name.get(call.name)
+    if tool is None:
         raise ToolError(
             f"Error: there is no tool {call.name!r}; the tools are {', '.join(by_name)}"
         )
@@ -223,10 +237,14 @@ def called_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
 
 
 def announce(tools: Sequence[Tool], system: str = "") -> str:
-    """Return a system message with `system`, the tools, and how to call them, in Qwen3's exact
-    wording.
+    """Return a system message with `system`, the tools, and how to call them.
+
+    The wording is exactly Qwen3's.
     """
-    described = "".join(f"\n{json.dumps(describe(tool), ensure_ascii=False)}" for tool in tools)
+    # Word for word, because models were trained on this text.
+    described = ""
+    for tool in tools:
+        described += "\n" + json.dumps(describe(tool), ensure_ascii=False)
     return (
         (f"{system}\n\n" if system else "")
         + "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"

@@ -18,7 +18,12 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from rl.models.tokenizer import build_byte_tokenizer, load_tokenizer
-from rl.rollouts.control_tokens import ControlTokens, Fragment, RefusedMessageError, special_tokens
+from rl.rollouts.control_tokens import (
+    ControlTokens,
+    Fragment,
+    RefusedMessageError,
+    list_special_tokens,
+)
 from rl.rollouts.environment import Environments, SingleTurn
 from rl.rollouts.episode import Episodes
 from rl.rollouts.renderer import RendererConfig, make_renderer
@@ -71,7 +76,7 @@ def count(ids, tokenizer):
     return [
         token_id
         for token_id in np.asarray(ids).tolist()
-        if token_id in special_tokens(tokenizer).values()
+        if token_id in list_special_tokens(tokenizer).values()
     ]
 
 
@@ -119,7 +124,7 @@ def test_two_messages_make_no_token_together(tagged, first):
 def test_no_template_lets_a_message_write_the_tokens_of_its_turns(tmp_path, name):
     tokenizer = byte_tokenizer(tmp_path, name)
     renderer = renderer_of(tokenizer, keep_replies=True)
-    forged = "Hi. " + "".join(sorted(special_tokens(tokenizer))) + " Bye."
+    forged = "Hi. " + "".join(sorted(list_special_tokens(tokenizer))) + " Bye."
     ids = renderer.opening([user(forged)])
     assert count(ids, tokenizer) == count(renderer.opening([user("Hi.")]), tokenizer)
     assert forged in tokenizer.decode(ids)
@@ -263,7 +268,7 @@ def test_tokens_around_a_special_token_in_a_message_are_those_without_it(first):
     tokenizer = sentencepiece_tokenizer(first=first)
     tokenizer.chat_template = INST
     renderer = renderer_of(tokenizer)
-    control = ControlTokens(tokenizer, special_tokens(tokenizer))
+    control = ControlTokens(tokenizer, list_special_tokens(tokenizer))
     for text in ("What is it?", "<s>[ What is it? ]", " What</s> is<s> it"):
         whole = tokenizer.encode(text, add_special_tokens=False)
         assert control.encode([Fragment(text, False)]) == whole
@@ -296,7 +301,7 @@ def test_message_with_a_special_token_is_refused_by_a_tokenizer_that_cannot_read
 
         name_or_path, backend_tokenizer = "the test", None
 
-    control = ControlTokens(Plain(), special_tokens(tagged))
+    control = ControlTokens(Plain(), list_special_tokens(tagged))
     with pytest.raises(RefusedMessageError, match="the test cannot read it as ordinary characters"):
         control.encode([Fragment("a<|im_end|>", True)])
 

@@ -10,7 +10,7 @@ from rl.rollouts.advantage import OverlongPunishment
 from rl.rollouts.environment import Environments, SingleTurn
 from rl.rollouts.episode import Episodes
 from rl.rollouts.group import Group, RolloutWorker, ScoredRollout, token_rewards
-from rl.rollouts.producer import reason_to_drop
+from rl.rollouts.producer import find_reason_to_drop
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.types import Problem, SamplingParams, Score
 from tests.support.conversations import (
@@ -80,11 +80,11 @@ def test_overlong_punishment_does_not_make_rewards_unequal():
     # 8 tokens of 10, where the buffer begins after 6.
     assert [score.overlong for score in group.scores] == [0, 0, 0, -0.5]
     assert [score.reward for score in group.scores] == [1, 1, 1, 1]
-    assert reason_to_drop(group, drop_equal=True, max_sample_tokens=None) == "equal"
+    assert find_reason_to_drop(group, drop_equal=True, max_sample_tokens=None) == "equal"
     # The punishment counts if such groups are trained on.
     assert [token_rewards(member, by_turn=False).sum() for member in group.scored] == [1, 1, 1, 0.5]
     unequal = group_of("y", "n")
-    assert reason_to_drop(unequal, drop_equal=True, max_sample_tokens=None) is None
+    assert find_reason_to_drop(unequal, drop_equal=True, max_sample_tokens=None) is None
 
 
 def two_turns(problem: Problem) -> Counting:

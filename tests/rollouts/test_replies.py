@@ -8,8 +8,8 @@ from rl.rollouts.replies import (
     THOUGHT_MARKS,
     answer_part,
     continue_thought,
-    has_open_thought,
-    opened_thought,
+    find_opened_thought,
+    is_thought_open,
     split_reply,
 )
 from rl.tools.tool import BadCall, ToolCall, parse_calls, render_call
@@ -43,7 +43,7 @@ def test_marks_of_thoughts_in_arguments_are_text(marks, before):
     assert parse_calls(text) == (write(marks), write("x"))
     said = before if before == "I write. " else ""
     assert answer_part(text) == f"{said}{made(marks)} Done: {made('x')}"
-    assert not has_open_thought(text)
+    assert not is_thought_open(text)
 
 
 def test_thought_ends_at_the_first_mark_that_is_not_inside_a_call():
@@ -132,7 +132,7 @@ def test_parts_are_the_whole_reply():
     ],
 )
 def test_mark_at_the_end_of_a_prompt_opens_a_thought(prompt, opened):
-    assert opened_thought(prompt) == opened
+    assert find_opened_thought(prompt) == opened
 
 
 @pytest.mark.parametrize(

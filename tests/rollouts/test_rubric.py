@@ -106,11 +106,11 @@ def test_async_functions_overlap_up_to_max_concurrency_and_their_time_begins_wit
 
     async def results():
         calls, slots = (
-            rubric.calls([replied(text) for text in ("0.4", "0.4", "0.6", "0.4")]),
-            rubric.slots(9),
+            rubric.list_calls([replied(text) for text in ("0.4", "0.4", "0.6", "0.4")]),
+            rubric.make_slots(9),
         )
         return await asyncio.gather(
-            *(rubric.result(c, slots=slots, time_limit_s=0.5) for c in calls)
+            *(rubric.compute_result(c, slots=slots, time_limit_s=0.5) for c in calls)
         )
 
     found, took_s = run_in_virtual_time(results())
@@ -143,7 +143,7 @@ def test_rollout_whose_environment_failed_is_seen_by_no_function():
         in scores[1].failure
     )
     assert seen == ["a", "a", "c", "c", ["a", "c"]]
-    assert rubric.calls([group[1]]) == []
+    assert rubric.list_calls([group[1]]) == []
 
 
 @pytest.mark.parametrize(

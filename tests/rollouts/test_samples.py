@@ -12,9 +12,9 @@ from rl.rollouts.samples import (
     UnfitDemonstrationError,
     demonstrated,
     demonstration_sample,
+    make_supervised_sample,
     policy_sample,
     policy_samples,
-    supervised_sample,
 )
 from rl.types import Problem, TrainingSample
 from tests.support.conversations import Factory, TwinRenderer, conversation, drawn
@@ -72,7 +72,7 @@ def test_supervised_sample_trains_on_replies_but_not_on_the_first_token():
         TokenSpan(np.array(ids, dtype=np.int32), is_reply=is_reply)
         for ids, is_reply in (([4, 5], True), ([6], False), ([7, 8], True))
     ]
-    made = supervised_sample(spans)
+    made = make_supervised_sample(spans)
     assert made.token_ids.tolist() == [4, 5, 6, 7, 8]
     assert made.mask.tolist() == [False, True, False, True, True]
     one = demonstration_sample(np.array([4, 5]), np.array([6]))

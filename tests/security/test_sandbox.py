@@ -5,6 +5,7 @@ Every attack stops by itself at 300 threads or 300 MB, also where nothing else s
 
 import asyncio
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from rl.rollouts.judge import LabelGrade, NumberGrade
 from rl.rollouts.replies import CALL_OPEN
-from rl.tools.created_files import CreatedFiles
+from rl.tools import sandbox
 from rl.tools.sandbox import PythonSandbox
 from rl.tools.tool import BadCall, ToolCall, parse_calls
 from tests.support.forked import answer_in_fork
@@ -23,8 +24,8 @@ NUM_THREADS = 64
 
 
 def run(code, **settings):
-    sandbox = PythonSandbox.Config(**{"time_limit_s": 20, "cpu_limit_s": 20, **settings}).build()
-    return asyncio.run(sandbox.run(code))
+    python = PythonSandbox.Config(**{"time_limit_s": 20, "cpu_limit_s": 20, **settings}).build()
+    return asyncio.run(python.run(code))
 
 
 # The end of the whole run, which only a sandbox that cannot confine itself may cause
@@ -154,7 +155,7 @@ import ctypes, os, time
 libc = ctypes.CDLL(None)
 libc.mmap.restype = ctypes.c_void_p
 for n in range(300):
-    name = NAME
+    name = str(n)
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
     os.write(descriptor, bytes(1 << 20))
     assert libc.mmap(None, 4096, 1, 2, descriptor, 0) != 2**64 - 1
@@ -165,31 +166,26 @@ print("held", n + 1)
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "remove"),
-    [
-        ("str(n)", "os.remove(name)"),
-        ("'same'", "os.remove(name)"),
-        ("'same'", "os.rename(name, 'other')"),
-    ],
-    ids=["removed", "removed under one name", "replaced"],
-)
-def test_removed_files_that_are_still_mapped_count(name, remove):
-    code = HOLD_FILES.replace("NAME", name).replace("REMOVE", remove)
-    result = run(code, max_files=10)
+def test_code_holds_no_more_files_than_allowed():
+    result = run(HOLD_FILES.replace("REMOVE", ""), max_files=10)
     assert (result.reason, result.output) == ("file limit", "")
 
 
-def test_renames_cannot_hide_created_files(tmp_path):
-    created, file = CreatedFiles(), tmp_path / "a"
-    most = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
-    with created.watched(str(tmp_path)) as watch:
-        file.touch()
-        for _ in range(most // 4 + 1):  # two events each, twice
-            file.rename(tmp_path / "b").rename(file)
-        for number in range(100):
-            (tmp_path / str(number)).touch()
-        assert created.count(watch) > 100
+def test_files_are_counted_at_the_end_of_a_short_call(monkeypatch):
+    monkeypatch.setattr(sandbox, "LOOK_S", 60.0)
+    code = "for n in range(10): open(str(n), 'w')"
+    assert run(code, max_files=10).reason == "file limit"
+    assert run(code, max_files=11).reason == "ok"
+
+
+@pytest.mark.parametrize("remove", ["os.remove(name)", "os.rename(name, 'other')"])
+def test_space_of_removed_files_is_free_after_the_call(remove, folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    free = shutil.disk_usage(folder).free
+    result = run(HOLD_FILES.replace("REMOVE", remove), max_files=10)
+    assert (result.reason, result.output) == ("ok", "held 300\n")
+    assert [*folder.iterdir()] == []
+    assert shutil.disk_usage(folder).free > free - (150 << 20)
 
 
 @pytest.mark.parametrize(

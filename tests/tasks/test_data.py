@@ -9,11 +9,11 @@ import pytest
 from rl.rollouts.producer import NumberedProblems
 from rl.tasks.data import (
     DifficultyFilter,
-    content_key,
+    hash_content,
     import_for_tasks,
     read_pass_rates,
     read_rows,
-    shuffled_problems,
+    shuffle_problems,
     write_pass_rates,
 )
 from rl.types import LoopPosition, Problem
@@ -72,8 +72,8 @@ def test_unreadable_source_is_refused(tmp_path, name, text, message):
 
 
 def test_key_is_the_same_in_every_run_and_ignores_repeated_white_space():
-    assert content_key(" 2 +  2 = ?\n") == content_key("2 + 2 = ?") == 8487084148984385335
-    assert content_key("two words") != content_key("twowords")
+    assert hash_content(" 2 +  2 = ?\n") == hash_content("2 + 2 = ?") == 8487084148984385335
+    assert hash_content("two words") != hash_content("twowords")
 
 
 def problem_at(place):
@@ -81,7 +81,7 @@ def problem_at(place):
 
 
 def shuffled(*, seed="0", num_problems=10, shuffle=True):
-    return shuffled_problems(problem_at, num_problems=num_problems, seed=seed, shuffle=shuffle)
+    return shuffle_problems(problem_at, num_problems=num_problems, seed=seed, shuffle=shuffle)
 
 
 def ids(problems, count):
@@ -106,7 +106,7 @@ def test_continued_run_asks_only_for_the_problems_it_needs():
 
     whole = list(islice(NumberedProblems(shuffled(num_problems=1000)), 805))
     position = LoopPosition(step=3, num_problems=800, outstanding=(790, 12))
-    problems = NumberedProblems(shuffled_problems(counted, num_problems=1000, seed="0"), position)
+    problems = NumberedProblems(shuffle_problems(counted, num_problems=1000, seed="0"), position)
     first = list(islice(problems, 7))
     assert [number for number, _ in first] == [12, 790, 800, 801, 802, 803, 804]
     assert first == [whole[number] for number, _ in first]
@@ -124,7 +124,7 @@ def test_continued_run_asks_only_for_the_problems_it_needs():
     [(0.0, False), (0.1, True), (0.5, True), (0.9, True), (1, False), (None, True)],
 )
 def test_rates_within_the_bounds_are_kept(rate, kept):
-    assert DifficultyFilter(column="rate", min=0.1, max=0.9).keeps(rate) is kept
+    assert DifficultyFilter(column="rate", min=0.1, max=0.9).is_within_bounds(rate) is kept
 
 
 def test_rates_that_are_written_are_read_again(tmp_path):

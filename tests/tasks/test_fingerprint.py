@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rl.tasks.dataset import Columns, DatasetTask
-from rl.tasks.fingerprint import describe_changes, digest_of_problem, fingerprint_problems
+from rl.tasks.fingerprint import describe_changes, fingerprint_problems, hash_problem
 from rl.tasks.sum_digits import SumDigits
 from rl.types import Problem
 
@@ -114,5 +114,5 @@ def test_objects_without_text_of_their_own_are_the_same_in_each_process():
     first, second = Picture(), Picture()
     assert repr(first) != repr(second)
     problem = Problem(id="1", question="q", answer="a")
-    assert digest_of_problem(problem, [first]) == digest_of_problem(problem, [second])
-    assert digest_of_problem(problem, [first]) != digest_of_problem(problem, [None])
+    assert hash_problem(problem, [first]) == hash_problem(problem, [second])
+    assert hash_problem(problem, [first]) != hash_problem(problem, [None])

@@ -8,7 +8,7 @@ import pytest
 from configs import gsm8k
 from examples.data import make_tiny_math
 from rl.rollouts.rubric import UnparsedAnswer
-from rl.tasks.math_problems import AnswerInPlace, MathAnswer, MathProblems, equal
+from rl.tasks.math_problems import AnswerInPlace, MathAnswer, MathProblems, compare_answers
 from rl.tasks.task import Solved, find_answer
 from rl.types import Problem
 from tests.support.scored import reply
@@ -134,7 +134,7 @@ def test_answer_that_nothing_ends_is_none_in_a_reply_that_was_cut_off(text, plac
     ],
 )
 def test_answers_are_compared_by_meaning(gold, answer, place, same):
-    assert equal(gold, answer, place) is same
+    assert compare_answers(gold, answer, place) is same
 
 
 def problem(gold="72"):
@@ -206,7 +206,7 @@ def test_file_of_the_tiny_config_has_right_solutions_that_fit(tmp_path, monkeypa
     config.task.cache_folder = str(tmp_path / "cache")
     task = config.task.build()
     rows = [json.loads(line) for line in (root / gsm8k.TINY).read_text().splitlines()]
-    assert rows == make_tiny_math.problems()
+    assert rows == make_tiny_math.make_problems()
     assert len({row["question"] for row in rows}) == 200
     shown = next(task.warmup_problems(seed=0))
     room = config.generator.max_model_len - config.loop.sampling.max_tokens

@@ -13,7 +13,7 @@ import pytest
 
 from rl.tasks.data import DifficultyFilter, read_rows
 from rl.tasks.dataset import Columns, DatasetTask, is_correct
-from rl.tasks.rows import _cells
+from rl.tasks.rows import _read_cells
 from tests.support.scored import reply
 
 
@@ -152,7 +152,7 @@ def test_reads_that_overlap_leave_the_limit_on_cells_as_it_was(tmp_path):
     file = tmp_path / "cells.csv"
     file.write_text("a,b\n1,2\n")
     before = csv.field_size_limit()
-    first, second = _cells(file, ","), _cells(file, ",")
+    first, second = _read_cells(file, ","), _read_cells(file, ",")
     assert next(first) == next(second) == (1, ["a", "b"])
     assert [*first] == [*second] == [(2, ["1", "2"])]
     assert csv.field_size_limit() == before

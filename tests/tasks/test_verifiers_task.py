@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rl.rollouts.rubric import UnparsedAnswer
-from rl.tasks.verifiers_task import VerifiersTask, episode_reward
+from rl.tasks.verifiers_task import VerifiersTask, get_episode_reward
 from rl.tools.tool import ToolCall, render_call
 from rl.types import Problem, Reply
 from rl.utils.threads import LoopThread
@@ -141,11 +141,11 @@ def test_rubric_gives_the_environments_rewards(sums, text, right, short, correct
     ],
 )
 def test_response_tells_thoughts_from_text_and_calls(text, content, thoughts, called):
-    from rl.tasks.verifiers_bridge import as_response  # importing verifiers takes seconds
+    from rl.tasks.verifiers_bridge import to_response  # importing verifiers takes seconds
 
     call = render_call(ToolCall(name="write", arguments={"text": "<think>x</think>"}))
     text, thoughts = (None if t is None else t.replace("{call}", call) for t in (text, thoughts))
-    message = as_response(Reply(text=text, completion=completion(text)), call_prefix="c").message
+    message = to_response(Reply(text=text, completion=completion(text)), call_prefix="c").message
     assert (message.content, message.reasoning_content) == (content, thoughts)
     assert [json.loads(c.arguments)["text"] for c in message.tool_calls or []] == called
 
@@ -185,7 +185,7 @@ def test_episodes_that_run_at_once_get_their_own_replies(sums):
 def test_episode_that_a_limit_ended_is_unparsed():
     problem = Problem(id="a", question="b", answer="c")
     with pytest.raises(UnparsedAnswer):
-        episode_reward(reply(problem, "text"))
+        get_episode_reward(reply(problem, "text"))
 
 
 def test_environment_answers_turn_by_turn(guess):

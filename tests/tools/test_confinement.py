@@ -20,7 +20,7 @@ from rl.tools.syscalls import (
     MACHINES,
     NEWEST,
     NUMBERS,
-    seccomp_program,
+    make_seccomp_program,
 )
 from tests.support.forked import run_in_fork
 from tests.support.kernels import install_filter
@@ -35,7 +35,7 @@ def outcome(number, *arguments, machine="x86_64", arch=None):
     """Return the filter's decision for one call."""
     data = struct.pack("=IIQ", number, MACHINES[machine][1] if arch is None else arch, 0)
     data += struct.pack("=6Q", *(*arguments, *[0] * 6)[:6])
-    program = seccomp_program(machine=machine, pid=PID)
+    program = make_seccomp_program(machine=machine, pid=PID)
     instructions = [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
     accumulator, at = 0, 0
     while True:
@@ -126,7 +126,7 @@ def test_calls_that_are_not_known_yet_do_not_exist_and_those_of_another_machine_
 
 def test_machine_without_a_list_is_refused():
     with pytest.raises(ValueError, match="no list of system calls for machine 'riscv64'"):
-        seccomp_program(machine="riscv64", pid=1)
+        make_seccomp_program(machine="riscv64", pid=1)
 
 
 # Kernels without seccomp or Landlock: a forked process whose own filter refuses them

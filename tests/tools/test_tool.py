@@ -13,9 +13,9 @@ from rl.tools.tool import (
     ToolError,
     ToolTimeoutError,
     announce,
-    called_tool,
     check_tools,
     describe,
+    find_tool,
     parse_calls,
     render_call,
 )
@@ -140,9 +140,9 @@ def test_malformed_call_becomes_an_error_and_the_next_is_read(body, message):
     ],
 )
 def test_call_that_does_not_fit_a_tool_is_refused(made, message):
-    assert called_tool(call("search", query="a", sources=["b"]), TOOLS) is TOOLS[1]
+    assert find_tool(call("search", query="a", sources=["b"]), TOOLS) is TOOLS[1]
     with pytest.raises(ToolError) as caught:
-        called_tool(made, TOOLS)
+        find_tool(made, TOOLS)
     assert message in str(caught.value)
     assert len(str(caught.value)) < 300
 
