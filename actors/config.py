@@ -1,4 +1,4 @@
-"""Settings of a run and of the actors that it starts; `actors.checks` compares them with each
+"""Settings of a run and of the actors that it starts; `actors.preflight.checks` compares them with each
 other.
 """
 
@@ -317,7 +317,7 @@ def _check_pattern(name: str, value: str | None, pattern: re.Pattern[str], valid
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig(Configurable.Config):
-    """Settings of all actors: what `actors.cluster.Cluster` starts."""
+    """Settings of all actors: what `actors.cluster.cluster.Cluster` starts."""
 
     trainer: PolicyTrainer.Config
     generator: VLLMGenerator.Config

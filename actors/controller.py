@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from actors.backend import TrainerClient
-from actors.calls import may_hang
-from actors.checks import Machine, has_lora
+from actors.cluster.clients import TrainerClient
+from actors.cluster.group import ActorGroup
 from actors.config import RunConfig
-from actors.group import ActorGroup
-from actors.placement import count_gpus, fit_to_devices, place_actors
-from actors.plan import Plan, describe_source, make_plan
+from actors.launch.calls import may_hang
+from actors.launch.placement import count_gpus, fit_to_devices, place_actors
+from actors.preflight.checks import Machine, has_lora
+from actors.preflight.plan import Plan, describe_source, make_plan
 from actors.run import FROM_THE_BEGINNING, Run, load_weights, open_folder, start_run
 from losses.types import uses_proximal_logprobs
 from rl.config.configurable import Configurable
@@ -122,7 +122,7 @@ class Controller(Configurable):
 
         Nothing is started or written (docs/configuration.md).
         """
-        from actors.explain import show
+        from actors.preflight.explain import show
 
         return show(self.source, form=form, here=Machine.here())
 

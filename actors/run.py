@@ -22,18 +22,18 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.backend import Router, TrainerClient, make_router, open_rewarder
-from actors.calls import ActorCallError
-from actors.cluster import Cluster, start_cluster
+from actors.cluster.clients import Router, TrainerClient, make_router, open_rewarder
+from actors.cluster.cluster import Cluster, start_cluster
+from actors.cluster.publisher import GeneratorPool
 from actors.config import RunConfig
-from actors.explain import find_options_set_in_vain
-from actors.launch import Launcher, supervised
-from actors.limits import measure_limits
-from actors.members import LogSettings, record_process
-from actors.placement import count_gpus, fit_to_devices
-from actors.plan import Plan, make_plan
-from actors.pool import GeneratorPool
-from actors.processes import temporary_files
+from actors.launch.calls import ActorCallError
+from actors.launch.cleanup import temporary_files
+from actors.launch.launcher import Launcher, supervised
+from actors.launch.member import LogSettings, record_process
+from actors.launch.placement import count_gpus, fit_to_devices
+from actors.preflight.explain import find_options_set_in_vain
+from actors.preflight.limits import measure_limits
+from actors.preflight.plan import Plan, make_plan
 from rl.config.json import changed_fields, to_dict, write_defaults, write_json
 from rl.config.registry import ResolvedRun
 from rl.config.tree import check_fields, replace_values

@@ -20,15 +20,15 @@ from pathlib import Path
 import numpy as np
 from monarch.actor import ActorError, concurrent_endpoint
 
-from actors.backend import TrainerClient, make_router
-from actors.calls import ActorCallError, ActorLostError
-from actors.cluster import Cluster, start_cluster
+from actors.cluster.clients import TrainerClient, make_router
+from actors.cluster.cluster import Cluster, start_cluster
 from actors.config import ClusterConfig, LaunchConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
-from actors.launch import Launcher
-from actors.members import LogSettings
-from actors.placement import count_gpus, place_actors, trains_on_gpu
-from actors.processes import temporary_files
+from actors.launch.calls import ActorCallError, ActorLostError
+from actors.launch.cleanup import temporary_files
+from actors.launch.launcher import Launcher
+from actors.launch.member import LogSettings
+from actors.launch.placement import count_gpus, place_actors, trains_on_gpu
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError

@@ -40,8 +40,8 @@ from typing import Any
 
 import numpy as np
 
+from actors.cluster.group import ActorGroup
 from actors.config import Timeouts
-from actors.group import ActorGroup
 from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.observability import spans

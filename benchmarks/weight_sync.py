@@ -34,8 +34,8 @@ import torch
 import torchstore
 from monarch.actor import ProcMesh
 
-from actors.launch import Launcher, setup_process_group_env
-from actors.placement import Placement
+from actors.launch.launcher import Launcher, setup_process_group_env
+from actors.launch.placement import Placement
 from benchmarks.weight_sync_actors import Model, Plan, SyncRank
 from rl.weights.checksum import check_sums
 from rl.weights.store import Snapshot, WeightStore

@@ -2,7 +2,7 @@
 
 A run raises the first that is broken, `--explain` shows every one, and `tests/config/test_rules.py`
 has an example for each. What needs the model, the devices or a file is checked by functions
-(`actors.checks`, `rl.training.checks`).
+(`actors.preflight.checks`, `rl.training.checks`).
 """
 
 from __future__ import annotations

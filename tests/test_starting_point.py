@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.plan import find_untrained_start
+from actors.preflight.plan import find_untrained_start
 from configs import sum_digits
 from rl.config.tree import rebuild
 from rl.loop.warmup import SupervisedWarmup

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.processes import carrying_environment
+from actors.launch.cleanup import carrying_environment
 from rl.observability.events import read_events
 from rl.observability.run_folder import EVENTS, ROLLOUTS
 from rl.utils.processes import kill

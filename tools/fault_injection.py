@@ -23,8 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from actors.members import HOOK_VARIABLE
-from actors.processes import with_descendants
+from actors.launch.cleanup import with_descendants
+from actors.launch.member import HOOK_VARIABLE
 from rl.observability.spans import RECORDER, ProcessState, read_states
 from rl.utils.processes import ProcessId, identify, kill
 

@@ -52,7 +52,7 @@ SOURCE_OPTIONS = {
     ),
 }
 USES_NETWORK = re.compile(r"launch\.(isolate_network [Ff]alse|hosts (slurm|kubernetes))")
-"""Options with which the actors get no network namespace (`actors.isolation`)."""
+"""Options with which the actors get no network namespace (`actors.launch.isolation`)."""
 WIDTH = 110
 """Columns of `--help`."""
 _ABSENT = "a registry function can turn it on"

@@ -1,4 +1,4 @@
-"""Linux namespaces and capabilities of this process, on which `actors.isolation` is built.
+"""Linux namespaces and capabilities of this process, on which `actors.launch.isolation` is built.
 
 Network namespaces belong to a thread, user namespaces to a whole process. Making a network
 namespace takes the capability CAP_SYS_ADMIN. A process without privileges gets it by a user

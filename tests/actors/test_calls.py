@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from actors.calls import (
+from actors.cluster.group import ActorGroup
+from actors.config import Timeouts
+from actors.launch.calls import (
     ActorCallError,
     ActorLostError,
     ActorTimeoutError,
 )
-from actors.config import Timeouts
-from actors.group import ActorGroup
-from actors.members import LogSettings
+from actors.launch.member import LogSettings
 from rl.utils.errors import RunError
 from rl.utils.processes import identify
 from tests.support.call_actors import Answerer

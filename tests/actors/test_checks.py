@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors.checks import Machine, find_config_faults, find_machine_faults
-from actors.placement import fit_to_devices
+from actors.launch.placement import fit_to_devices
+from actors.preflight.checks import Machine, find_config_faults, find_machine_faults
 from configs.sum_digits import qwen3_8b, qwen3_32b, tiny, tiny_moe
 from rl.config.tree import rebuild
 from rl.models.lora import LoRA

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.backend import GeneratorClient, RewardClient, TrainerClient
-from actors.calls import ActorCallError, ActorLostError
-from actors.device_lock import DeviceLock
-from actors.parity import LogprobParityError
-from actors.pool import GeneratorPool
+from actors.cluster.clients import GeneratorClient, RewardClient, TrainerClient
+from actors.cluster.parity import LogprobParityError
+from actors.cluster.publisher import GeneratorPool
+from actors.cluster.shared_devices import DeviceLock
+from actors.launch.calls import ActorCallError, ActorLostError
 from rl.distributed.process_group import World
 from rl.rollouts.samples import policy_sample
 from rl.training.checkpoint_files import DamagedCheckpointError

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from actors import group as actor_group
-from actors.calls import ActorLostError
+from actors.cluster import group as actor_group
+from actors.cluster.group import ActorGroup
 from actors.config import Timeouts
-from actors.group import ActorGroup
+from actors.launch.calls import ActorLostError
 from rl.utils.processes import ProcessId, identify
 from tests.support.virtual_time import run_in_virtual_time
 

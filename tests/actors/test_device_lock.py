@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from actors.backend import GeneratorClient
+from actors.cluster.clients import GeneratorClient
+from actors.cluster.group import ActorGroup
+from actors.cluster.publisher import GeneratorPool
+from actors.cluster.shared_devices import DeviceLock
 from actors.config import Timeouts
-from actors.device_lock import DeviceLock
-from actors.group import ActorGroup
-from actors.pool import GeneratorPool
 from rl.types import BoxSum, SamplingParams
 from rl.weights.store import Snapshot, WeightStore
 from rl.weights.types import WeightParityError

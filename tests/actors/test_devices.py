@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.placement import fit_to_devices
+from actors.launch.placement import fit_to_devices
 from configs.sum_digits import qwen3_0_6b, qwen3_8b, tiny, tiny_async, tiny_fsdp2
 
 

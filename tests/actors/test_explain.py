@@ -5,8 +5,13 @@ import json
 import psutil
 import pytest
 
-from actors.checks import Machine
-from actors.explain import bound_staleness, compute_step_arithmetic, describe_memory, explain
+from actors.preflight.checks import Machine
+from actors.preflight.explain import (
+    bound_staleness,
+    compute_step_arithmetic,
+    describe_memory,
+    explain,
+)
 from configs.sum_digits import qwen3_32b, tiny
 from rl.config.cli import main
 from rl.config.configurable import find_idle_options

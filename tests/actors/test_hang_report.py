@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.calls import ActorLostError, ActorTimeoutError, is_caused_by_timeout, may_hang
-from actors.hang_report import add_hang_report, report_run
-from actors.members import RoleProcesses
+from actors.launch.calls import ActorLostError, ActorTimeoutError, is_caused_by_timeout, may_hang
+from actors.launch.hang_report import add_hang_report, report_run
+from actors.launch.member import RoleProcesses
 from rl.distributed.process_group import CollectiveTimeoutError
 from rl.observability.stacks import ProcessReport, format_excerpts, write_reports
 from rl.utils.errors import RunError, causes

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.calls import ActorTimeoutError
 from actors.config import RecoveryConfig, Timeouts
-from actors.hang_report import add_hang_report
+from actors.launch.calls import ActorTimeoutError
+from actors.launch.hang_report import add_hang_report
 from rl.distributed.process_group import CollectiveTimeoutError, CommConfig
 from rl.rollouts.samples import demonstration_sample
 from rl.utils.processes import read_kernel_state

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from actors import launch, members, processes
-from actors.calls import ActorTimeoutError
-from actors.placement import Placement
+from actors.launch import cleanup, launcher, member
+from actors.launch.calls import ActorTimeoutError
+from actors.launch.placement import Placement
 from rl.utils.processes import identify
 from rl.weights import SETTINGS
 from tests.support.launch_controller import Holder
@@ -23,7 +23,7 @@ from tests.support.runs import start_controller, wait_until_gone
 
 def test_free_port_is_outside_the_ephemeral_range():
     first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    port = processes.free_port()
+    port = cleanup.free_port()
     assert 20_000 <= port < first
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", port))
@@ -31,21 +31,21 @@ def test_free_port_is_outside_the_ephemeral_range():
 
 def test_address_for_other_hosts_belongs_to_this_machine():
     with socket.socket() as probe:
-        probe.bind((processes.find_own_address(), 0))
+        probe.bind((cleanup.find_own_address(), 0))
 
 
 def test_processes_on_other_hosts_get_the_monarch_settings_of_this_one():
-    env = members.process_env(Placement(role="trainer", num_procs=2, threads=3, gpus=(4, 6)))
+    env = member.process_env(Placement(role="trainer", num_procs=2, threads=3, gpus=(4, 6)))
     assert {name: env[name] for name in SETTINGS} == {name: os.environ[name] for name in SETTINGS}
     assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == ("3", "4,6")
-    assert "CUDA_VISIBLE_DEVICES" not in members.process_env(Placement(role="reward", num_procs=1))
+    assert "CUDA_VISIBLE_DEVICES" not in member.process_env(Placement(role="reward", num_procs=1))
 
 
 SLOW_EXIT = """
 import monarch.actor
 from monarch._src.actor import actor_mesh
 from monarch._src.actor.future import Future
-from actors.compat import hide_client_start
+from actors.launch.compat import hide_client_start
 
 class Slow:
     def get(self, timeout):
@@ -72,7 +72,7 @@ def test_process_whose_monarch_client_ends_slowly_prints_no_traceback():
 
 
 def test_local_ranks_are_counted_per_host():
-    envs = members.process_group_envs(["a", "a", "b", "b", "b"], address="10.0.0.7", port=20001)
+    envs = member.process_group_envs(["a", "a", "b", "b", "b"], address="10.0.0.7", port=20001)
     assert [env["RANK"] for env in envs] == ["0", "1", "2", "3", "4"]
     assert [env["LOCAL_RANK"] for env in envs] == ["0", "1", "0", "1", "2"]
     assert [env["LOCAL_WORLD_SIZE"] for env in envs] == ["2", "2", "3", "3", "3"]
@@ -81,7 +81,7 @@ def test_local_ranks_are_counted_per_host():
 
 
 def test_nested_run_is_refused_and_leaves_the_signal_handlers(monkeypatch):
-    monkeypatch.setattr(launch.Launcher, "current", object())
+    monkeypatch.setattr(launcher.Launcher, "current", object())
     before = signal.getsignal(signal.SIGTERM)
 
     async def main(launcher):
@@ -90,7 +90,7 @@ def test_nested_run_is_refused_and_leaves_the_signal_handlers(monkeypatch):
     with pytest.raises(
         RuntimeError, match="this process runs actors already: end the other run first"
     ):
-        launch.run(main)
+        launcher.run(main)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -104,7 +104,7 @@ def meshes():
 def role(meshes):
     """Two processes with the environment of a process group and two GPUs."""
     role = meshes.spawn_role("worker", num_procs=2, env={"A": "b"}, threads=3, gpus=[4, 6])
-    meshes.run(launch.setup_process_group_env(role))
+    meshes.run(launcher.setup_process_group_env(role))
     return role.mesh, role.mesh.spawn("holder", Holder)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.checks import check_source
+from actors.preflight.checks import check_source
 from configs.sum_digits import tiny, tiny_moe
 from rl.models.hf import write_random_model
 from rl.models.lora import LoRA

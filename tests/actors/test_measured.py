@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from actors.limits import measure_limits
+from actors.preflight.limits import measure_limits
 from configs.sum_digits import tiny
 from rl.observability.machine import MachineLimits
 from tests.support.mortal import Mortal

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from actors.cluster.parity import LogprobParityError, ParityText, make_parity_text
 from actors.config import ParityConfig
-from actors.parity import LogprobParityError, ParityText, make_parity_text
 from rl.tasks.sum_digits import make_problem
 from tests.support.fakes import RENDERER, prompt_of
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.checks import Machine
-from actors.explain import show
-from actors.plan import collect_warmup_arithmetic, compute_dtypes, make_plan
+from actors.preflight.checks import Machine
+from actors.preflight.explain import show
+from actors.preflight.plan import collect_warmup_arithmetic, compute_dtypes, make_plan
 from configs.sum_digits import tiny, tiny_fsdp2_tp2, tiny_moe
 from examples.custom_trainer import tiny_annealed_clip
 from rl.config.cli import parse_cli

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.backend import RewardClient, make_router
-from actors.calls import (
+from actors.cluster.clients import RewardClient, make_router
+from actors.cluster.group import ActorGroup
+from actors.cluster.parity import LogprobParityError, ParityText
+from actors.cluster.publisher import GeneratorPool
+from actors.cluster.recovery import RestartsUsedUpError, Supervisor
+from actors.config import RecoveryConfig
+from actors.launch.calls import (
     LOOK_EVERY_S,
     REPORT_GRACE_S,
     ActorCallError,
     ActorLostError,
     ActorTimeoutError,
 )
-from actors.config import RecoveryConfig
-from actors.group import ActorGroup
-from actors.parity import LogprobParityError, ParityText
-from actors.pool import GeneratorPool
-from actors.recovery import RestartsUsedUpError, Supervisor
 from rl.types import SamplingParams
 from rl.utils.errors import RunError
 from rl.weights.store import WeightStore

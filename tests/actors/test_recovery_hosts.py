@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors.calls import ActorLostError
 from actors.config import LaunchConfig
+from actors.launch.calls import ActorLostError
 from rl.distributed.mesh import ParallelismConfig
 from rl.utils.processes import is_alive, kill
 from tests.support.clusters import CONFIG, RunningCluster, assert_equal_bits

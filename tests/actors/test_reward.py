@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 
-from actors.backend import RewardClient
-from actors.calls import ActorTimeoutError
+from actors.cluster.clients import RewardClient
+from actors.cluster.group import ActorGroup
 from actors.config import Timeouts
-from actors.group import ActorGroup
+from actors.launch.calls import ActorTimeoutError
 from actors.reward import RewardActor
 from rl.rollouts.rewards import longest_s
 from rl.types import Score

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.backend import CallSeeds, Router
-from actors.calls import ActorLostError
+from actors.cluster.clients import CallSeeds, Router
+from actors.launch.calls import ActorLostError
 from rl.types import SamplingParams
 from rl.utils.errors import RunError
 from tests.support.fakes import SimulatedPolicy, completion
@@ -125,7 +125,7 @@ def test_calls_of_a_session_stay_on_its_first_replica():
 
 
 def test_least_recently_used_session_is_forgotten(monkeypatch):
-    monkeypatch.setattr("actors.backend.MAX_SESSIONS", 2)
+    monkeypatch.setattr("actors.cluster.clients.MAX_SESSIONS", 2)
     router = router_of([named("A"), named("B")], strategy="sticky")
     # t, which was used before s, makes room for u; s makes room for v.
     assert busy_then(router, ["s", "t", "s", "u", "s", "u", "v", "s"]) == "ABABABBB"

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from actors import launch
-from actors.calls import ActorLostError, ActorTimeoutError, deadline, end_of_process
+from actors.cluster.recovery import RestartsUsedUpError, ignore_event
+from actors.cluster.starter import RoleStarter
 from actors.config import RecoveryConfig
-from actors.members import LogSettings
-from actors.placement import Placement, place_actors
-from actors.processes import import_path
-from actors.recovery import RestartsUsedUpError, ignore_event
-from actors.role_starter import RoleStarter
+from actors.launch import launcher as launch
+from actors.launch.calls import ActorLostError, ActorTimeoutError, deadline, end_of_process
+from actors.launch.cleanup import import_path
+from actors.launch.member import LogSettings
+from actors.launch.placement import Placement, place_actors
 from rl.utils.processes import identify
 from rl.weights.store import WeightStore
 from tests.support import reward_functions
@@ -97,7 +97,7 @@ def no_threads(monkeypatch):
     async def run_now(function, **_):
         return function()
 
-    monkeypatch.setattr("actors.role_starter.run_aside", run_now)
+    monkeypatch.setattr("actors.cluster.starter.run_aside", run_now)
 
 
 @pytest.mark.parametrize("role", ["trainer", "generator_1", "reward"])

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from actors import task_checks
-from actors.task_checks import check_task
+from actors.preflight import task as task_checks
+from actors.preflight.task import check_task
 from rl.config.tree import rebuild
 from rl.loop.loop import Loop
 from rl.rollouts.environment import Environments

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from actors import processes
-from actors.processes import (
+from actors.launch import cleanup as processes
+from actors.launch.cleanup import (
     MAX_PATH,
     PREFIX,
     RUN_VARIABLE,

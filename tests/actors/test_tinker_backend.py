@@ -13,7 +13,7 @@ import signal
 import numpy as np
 import pytest
 
-from actors.processes import RUN, RUN_VARIABLE, carrying_environment
+from actors.launch.cleanup import RUN, RUN_VARIABLE, carrying_environment
 from rl.distributed.mesh import ParallelismConfig
 from rl.tinker.backend import BackendLostError
 from rl.tinker.types import InvalidRequestError, LimitReachedError

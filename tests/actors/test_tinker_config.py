@@ -9,7 +9,7 @@ import pytest
 
 from actors.config import LaunchConfig
 from actors.generator import VLLMGenerator
-from actors.launch import Launcher
+from actors.launch.launcher import Launcher
 from actors.tinker import TinkerTrainer
 from actors.trainer import PolicyTrainer
 from rl.distributed.mesh import ParallelismConfig

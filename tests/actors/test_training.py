@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from actors.calls import ActorLostError
-from actors.cluster import TRAINER_GRACE_S, Cluster
+from actors.cluster.cluster import TRAINER_GRACE_S, Cluster
 from actors.controller import Controller, Training
+from actors.launch.calls import ActorLostError
 from actors.run import load_weights
 from configs.sum_digits import tiny
 from rl.loop.stop_request import StopRequest

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import configs
-from actors.checks import Machine, find_config_faults
-from actors.explain import explain
-from actors.placement import fit_to_devices
-from actors.task_checks import check_demonstrations
+from actors.launch.placement import fit_to_devices
+from actors.preflight.checks import Machine, find_config_faults
+from actors.preflight.explain import explain
+from actors.preflight.task import check_demonstrations
 from configs import gpu
 from examples.custom_model import model_registry
 from rl.config.cli import parse_cli

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from actors.processes import free_port
+from actors.launch.cleanup import free_port
 from rl.distributed.process_group import CommConfig, World, awaiting, connect
 from tests.support.distributed import run_ranks
 

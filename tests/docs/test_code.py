@@ -10,8 +10,8 @@ from unittest.mock import Mock, create_autospec
 
 import numpy as np
 
-from actors import launch
 from actors.generator import VLLMGenerator
+from actors.launch import launcher as launch
 from rl.rollouts.environment import Environments
 from rl.rollouts.episode import Episodes
 from rl.rollouts.rubric import Rubric

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from actors.members import record_process
+from actors.launch.member import record_process
 from actors.run import open_folder
 from rl.config.registry import resolve
 from rl.observability.logs import setup_logging

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from actors.plan import make_plan
+from actors.preflight.plan import make_plan
 from configs.sum_digits import tiny
 from rl.config.tree import rebuild
 from rl.observability.loggers import MetricsLogger

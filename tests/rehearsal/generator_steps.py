@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.processes import free_port
+from actors.launch.cleanup import free_port
 from actors.vllm.config import ENVIRONMENT, GeneratorConfig
 from actors.vllm.requests import Request
 from rl.distributed.process_group import World

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from actors import isolation, members
 from actors.config import LaunchConfig
-from actors.isolation import forget_empty_secrets, isolate
-from actors.placement import Placement
-from actors.processes import free_port
+from actors.launch import isolation, member
+from actors.launch.cleanup import free_port
+from actors.launch.isolation import forget_empty_secrets, isolate
+from actors.launch.placement import Placement
 from actors.vllm.compat import _ranks_store
 from rl import weights
 from rl.config import cli
@@ -160,7 +160,7 @@ def test_a_run_that_others_can_reach_warns_if_there_are_other_users(
 WITHOUT_NAMESPACES = """
 from pathlib import Path
 from actors.config import LaunchConfig
-from actors.isolation import isolate
+from actors.launch.isolation import isolate
 Path("/proc/sys/user/max_net_namespaces").write_text("0")
 print(isolate(LaunchConfig(), needs_network=None))
 """
@@ -239,7 +239,7 @@ def test_actors_do_not_inherit_secrets(monkeypatch):
     }
     for name, value in {**secrets, **others}.items():
         monkeypatch.setenv(name, value)
-    env = members.process_env(Placement(role="reward", num_procs=1), keep={"HF_TOKEN"})
+    env = member.process_env(Placement(role="reward", num_procs=1), keep={"HF_TOKEN"})
     assert {name: env.get(name) for name in secrets} == dict.fromkeys(secrets, "") | {
         "HF_TOKEN": None
     }

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from actors.checks import check_source
+from actors.preflight.checks import check_source
 from configs.sum_digits import tiny
 from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry

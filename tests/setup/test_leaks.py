@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.processes import SHARED_MEMORY, mapped_shared_memory
+from actors.launch.cleanup import SHARED_MEMORY, mapped_shared_memory
 from tests.support import leaks
 
 ROOT = Path(__file__).parents[2]

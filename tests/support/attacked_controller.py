@@ -18,8 +18,8 @@ import sys
 from monarch.actor import Actor, attach_to_workers, endpoint
 
 from actors.config import LaunchConfig
-from actors.launch import Launcher, run
-from actors.placement import Placement
+from actors.launch.launcher import Launcher, run
+from actors.launch.placement import Placement
 from tests.support.placed import placed
 
 ATTACK_S = 60.0

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from actors.backend import Router, TrainerClient, make_router
-from actors.cluster import start_cluster
+from actors.cluster.clients import Router, TrainerClient, make_router
+from actors.cluster.cluster import start_cluster
+from actors.cluster.group import ActorGroup
+from actors.cluster.parity import ParityText
 from actors.config import ClusterConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
-from actors.group import ActorGroup
-from actors.members import LogSettings
-from actors.parity import ParityText
+from actors.launch.member import LogSettings
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
 from rl.distributed.mesh import ParallelismConfig

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from actors.processes import free_port
+from actors.launch.cleanup import free_port
 
 EXIT_S = 5.0
 """Time for ranks to exit by themselves after they have answered or closed their pipe."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from actors.checks import Machine
-from actors.explain import explain
+from actors.preflight.checks import Machine
+from actors.preflight.explain import explain
 from rl.config.cli import parse_cli
 
 LAPTOP = Machine(num_gpus=0, gpu_bytes=None, num_cores=8, memory_bytes=16 * 10**9)

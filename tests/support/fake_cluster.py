@@ -8,11 +8,11 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.backend import RewardClient, TrainerClient, make_router
+from actors.cluster.clients import RewardClient, TrainerClient, make_router
+from actors.cluster.publisher import GeneratorPool
+from actors.cluster.recovery import Supervisor
 from actors.config import RecoveryConfig, RunConfig
-from actors.plan import Plan
-from actors.pool import GeneratorPool
-from actors.recovery import Supervisor
+from actors.preflight.plan import Plan
 from actors.run import Run
 from rl.models.qwen3 import model_registry
 from rl.observability.events import Events

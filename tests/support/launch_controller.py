@@ -26,12 +26,12 @@ from pathlib import Path
 
 from monarch.actor import Actor, endpoint
 
-from actors import launch
-from actors.calls import ActorCallError
+from actors.cluster.group import ActorGroup
 from actors.config import LaunchConfig, SlurmConfig, Timeouts
-from actors.group import ActorGroup
-from actors.placement import Placement
-from actors.processes import free_port, with_descendants
+from actors.launch import launcher as launch
+from actors.launch.calls import ActorCallError
+from actors.launch.cleanup import free_port, with_descendants
+from actors.launch.placement import Placement
 from rl.loop.stop_request import StopRequest
 from rl.utils import processes
 from rl.utils.errors import StopRequestedError

@@ -25,7 +25,7 @@ import psutil
 import pytest
 from filelock import FileLock, Timeout
 
-from actors.processes import (
+from actors.launch.cleanup import (
     GUARD_NAME,
     SHARED_MEMORY,
     carrying_environment,
@@ -41,7 +41,7 @@ GRACE_S = 10.0
 HELPERS = (
     "multiprocessing.resource_tracker", "multiprocessing.forkserver",
     "torch/_inductor/compile_worker",
-    f"actors.processes {GUARD_NAME}",
+    f"actors.launch.cleanup {GUARD_NAME}",
 )  # fmt: skip
 """Processes that exit with the interpreter."""
 CACHES = ("torchinductor_", getpass.getuser())

@@ -1,4 +1,4 @@
-"""Real process meshes for tests, started and stopped by `actors.launch`.
+"""Real process meshes for tests, started and stopped by `actors.launch.launcher`.
 
     @pytest.fixture(scope="module")
     def meshes():
@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 
 from monarch.actor import Actor, ProcMesh, endpoint
 
-from actors.launch import Launcher, setup_process_group_env
-from actors.members import LogSettings, RoleProcesses
-from actors.placement import Placement
+from actors.launch.launcher import Launcher, setup_process_group_env
+from actors.launch.member import LogSettings, RoleProcesses
+from actors.launch.placement import Placement
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from actors.compat import SupervisionError
+from actors.cluster.group import ActorGroup
 from actors.config import Timeouts
-from actors.group import ActorGroup
+from actors.launch.compat import SupervisionError
 from actors.vllm.requests import EngineFailedError, GeneratorError
 from rl.types import BoxSum, Completion
 from rl.utils.processes import ProcessId

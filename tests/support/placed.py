@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from actors.config import LaunchConfig
-from actors.placement import Placements, place_actors
+from actors.launch.placement import Placements, place_actors
 
 
 def placed(

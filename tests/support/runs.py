@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.processes import carrying_environment, with_descendants
+from actors.launch.cleanup import carrying_environment, with_descendants
 from rl.observability.metrics import read_metrics
 from rl.utils.processes import ProcessId, identify, kill
 

@@ -8,7 +8,7 @@ import tinker
 import torch
 from tinker import RequestFailedError, types
 
-from actors.processes import with_descendants
+from actors.launch.cleanup import with_descendants
 from rl.utils.processes import identify
 from tests.support.runs import wait_until_gone
 from tests.support.tinker_data import (

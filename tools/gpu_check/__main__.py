@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.processes import carrying_environment
+from actors.launch.cleanup import carrying_environment
 from rl.utils.processes import kill
 from tools.gpu_check.report import FAILED, OK, SLOW, Report
 

@@ -10,7 +10,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-from actors.checks import CUDA_CAPABILITY, FLASH_CAPABILITY
+from actors.preflight.checks import CUDA_CAPABILITY, FLASH_CAPABILITY
 from tools.gpu_check.report import Report
 
 LEAST_DRIVER = 580

@@ -8,9 +8,9 @@ import os
 import pytest
 from monarch.config import configured
 
-from actors.calls import ActorCallError
 from actors.config import KubernetesConfig, LaunchConfig
-from actors.hosts import Hosts, make_job
+from actors.launch.calls import ActorCallError
+from actors.launch.hosts import Hosts, make_job
 from rl.weights import SETTINGS
 from tests.support.fake_kubernetes import KubernetesServer
 from tests.support.placed import placed

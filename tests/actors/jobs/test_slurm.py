@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 from monarch.config import configured
 
-from actors import slurm_job
-from actors.calls import ActorCallError
 from actors.config import LaunchConfig, SlurmConfig
-from actors.hosts import Hosts, check_reachable, make_job
-from actors.launch import Launcher
+from actors.launch import slurm
+from actors.launch.calls import ActorCallError
+from actors.launch.hosts import Hosts, check_reachable, make_job
+from actors.launch.launcher import Launcher
 from tests.actors.test_hosts import check_environments
 from tests.support.fake_slurm import write_commands
 from tests.support.placed import placed
@@ -251,14 +251,14 @@ def test_roles_run_on_slurm_nodes_and_the_guard_cancels_the_job_of_a_killed_cont
 def test_a_job_is_lost_after_many_failures_in_a_row_only(submitted, monkeypatch):
     job = submitted().job
     answers: list[str | None] = []
-    monkeypatch.setattr(slurm_job, "MAX_FAILURES", 3)
+    monkeypatch.setattr(slurm, "MAX_FAILURES", 3)
 
     def answer(command, **_):
         if (said := answers.pop(0)) is None:
             raise RuntimeError("squeue failed")
         return said
 
-    monkeypatch.setattr(slurm_job, "_run_command", answer)
+    monkeypatch.setattr(slurm, "_run_command", answer)
     answers += [None, None, "PENDING||None", None, None, None]
     found = [job.read_job("7") for _ in range(6)]
     states = [None if one is None else one["job_state"][0] for one in found]
@@ -266,6 +266,6 @@ def test_a_job_is_lost_after_many_failures_in_a_row_only(submitted, monkeypatch)
 
 
 def test_a_command_that_hangs_is_an_error(monkeypatch):
-    monkeypatch.setattr(slurm_job, "COMMAND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(slurm, "COMMAND_TIMEOUT_S", 0.2)
     with pytest.raises(RuntimeError, match=r"sleep did not end within 0.2 s"):
-        slurm_job._run_command(["sleep", "20"])
+        slurm._run_command(["sleep", "20"])

@@ -19,16 +19,16 @@ from contextlib import asynccontextmanager
 from itertools import chain
 from typing import Any
 
-from actors.calls import (
+from actors.cluster.group import ActorGroup
+from actors.cluster.parity import ParityText
+from actors.cluster.recovery import PARITY_ERRORS
+from actors.launch.calls import (
     LOOK_EVERY_S,
     PEER_GRACE_S,
     ActorLostError,
     ActorTimeoutError,
     first_line,
 )
-from actors.group import ActorGroup
-from actors.parity import ParityText
-from actors.recovery import PARITY_ERRORS
 from rl.types import RUN, ServeResult
 from rl.utils.clock import now_s
 from rl.utils.errors import RunError

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from actors.calls import ActorLostError, ActorTimeoutError
+from actors.cluster.group import ActorGroup
+from actors.cluster.publisher import GeneratorPool
+from actors.cluster.recovery import RestartsUsedUpError
 from actors.config import Strategy
-from actors.group import ActorGroup
-from actors.pool import GeneratorPool
-from actors.recovery import RestartsUsedUpError
+from actors.launch.calls import ActorLostError, ActorTimeoutError
 from actors.reward import RewardActor
 from rl.engine_client import EngineClient, FileUse
 from rl.protocols import ResumableGenerator, Rewarder

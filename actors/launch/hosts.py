@@ -24,18 +24,18 @@ from monarch.actor import HostMesh
 from monarch.config import configure
 from monarch.job import ProcessJob
 
-from actors import slurm_job
-from actors.calls import ActorCallError
-from actors.compat import (
+from actors.config import LaunchConfig
+from actors.launch import slurm
+from actors.launch.calls import ActorCallError
+from actors.launch.cleanup import RUN, RUN_VARIABLE, Guard, free_port, import_path
+from actors.launch.compat import (
     hide_client_start,
     hide_job_logs,
     list_simulated_hosts,
     prepare_client_gateway,
 )
-from actors.config import LaunchConfig
-from actors.isolation import hide_secrets, run_inside
-from actors.placement import Placements
-from actors.processes import RUN, RUN_VARIABLE, Guard, free_port, import_path
+from actors.launch.isolation import hide_secrets, run_inside
+from actors.launch.placement import Placements
 from rl.utils.processes import ProcessId, identify, is_alive, kill
 from rl.utils.threads import run_aside
 
@@ -214,13 +214,13 @@ def make_job(launch: LaunchConfig, placements: Placements, groups: Mapping[str, 
         gpus_of[group] = num_gpus
     if launch.hosts == "kubernetes":
         return _load_kubernetes().make_job(launch, groups, gpus_of=gpus_of)
-    return slurm_job.make_job(launch, groups, gpus_of=gpus_of)
+    return slurm.make_job(launch, groups, gpus_of=gpus_of)
 
 
 def _load_kubernetes() -> ModuleType:
-    """Return `actors.kubernetes_job`, whose package may be missing."""
+    """Return `actors.launch.kubernetes`, whose package may be missing."""
     try:
-        return importlib.import_module("actors.kubernetes_job")
+        return importlib.import_module("actors.launch.kubernetes")
     except ModuleNotFoundError as error:
         raise ValueError(
             f"launch.hosts='kubernetes' needs the package {error.name}: pip install "

@@ -14,9 +14,15 @@ from typing import Any
 
 from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank, endpoint
 
-from actors.isolation import hide_secrets
-from actors.placement import Placement
-from actors.processes import RUN, RUN_VARIABLE, find_own_address, free_port, import_path
+from actors.launch.cleanup import (
+    RUN,
+    RUN_VARIABLE,
+    find_own_address,
+    free_port,
+    import_path,
+)
+from actors.launch.isolation import hide_secrets
+from actors.launch.placement import Placement
 from rl.observability.logs import setup_logging
 from rl.observability.spans import RECORDER, STATE_FOLDER, TimelineConfig, read_state
 from rl.observability.stacks import request_stacks, write_stacks_to

@@ -1,6 +1,6 @@
 """Entry of an actor process: set-up that must precede Monarch's threads.
 
-Started by `actors.launch` as `python -m actors.process_main`.
+Started by `actors.launch.launcher` as `python -m actors.launch.process_main`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def main() -> None:
     # Importing torchao, as vllm does, warns twice that PyTorch has changed.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
-    from actors.compat import run_actor_process
-    from actors.isolation import forget_empty_secrets
+    from actors.launch.compat import run_actor_process
+    from actors.launch.isolation import forget_empty_secrets
 
     forget_empty_secrets()
     exempt_loopback()  # The host's environment may be another than the controller's.

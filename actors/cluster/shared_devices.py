@@ -16,8 +16,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from actors.calls import ActorLostError
-from actors.group import ActorGroup
+from actors.cluster.group import ActorGroup
+from actors.launch.calls import ActorLostError
 from rl.types import ServeResult
 
 Side = Literal["trainer", "generators"]

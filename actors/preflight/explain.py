@@ -18,10 +18,16 @@ from typing import Any
 import torch
 import yaml
 
-from actors.checks import Faults, Machine, check_source, find_config_faults, find_machine_faults
 from actors.config import RunConfig
-from actors.placement import fit_to_devices, place_actors, trains_on_gpu
-from actors.plan import (
+from actors.launch.placement import fit_to_devices, place_actors, trains_on_gpu
+from actors.preflight.checks import (
+    Faults,
+    Machine,
+    check_source,
+    find_config_faults,
+    find_machine_faults,
+)
+from actors.preflight.plan import (
     describe_skip,
     find_resumed_source,
     find_source,
@@ -29,7 +35,7 @@ from actors.plan import (
     make_run_renderer,
     set_arithmetic,
 )
-from actors.task_checks import check_problems
+from actors.preflight.task import check_problems
 from rl.config.configurable import find_idle_options
 from rl.config.json import differences, leaves, to_dict
 from rl.config.registry import ExplanationForm, ResolvedRun

@@ -8,11 +8,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from actors.checks import Machine, check_config, check_source
+from actors.cluster.parity import ParityText, make_parity_text
 from actors.config import RunConfig
-from actors.parity import ParityText, make_parity_text
-from actors.placement import count_gpus, trains_on_gpu
-from actors.task_checks import check_problems, check_task
+from actors.launch.placement import count_gpus, trains_on_gpu
+from actors.preflight.checks import Machine, check_config, check_source
+from actors.preflight.task import check_problems, check_task
 from actors.trainer import PolicyTrainer
 from rl.config.json import code_name, to_dict
 from rl.config.rules import check_rules

@@ -28,7 +28,8 @@ from typing import Any, ClassVar, TypeVar
 from monarch.actor import HostMesh, MeshFailure, default_bootstrap_cmd, this_host
 from monarch.config import configure
 
-from actors.calls import (
+from actors.config import LaunchConfig, Timeouts
+from actors.launch.calls import (
     LOOK_EVERY_S,
     ActorCallError,
     ActorLostError,
@@ -36,22 +37,7 @@ from actors.calls import (
     deadline,
     end_of_process,
 )
-from actors.compat import configure_monarch, hide_client_start
-from actors.config import LaunchConfig, Timeouts
-from actors.hang_report import add_hang_report
-from actors.hosts import Hosts
-from actors.isolation import find_secrets, get_network_env, isolate, run_inside
-from actors.members import (
-    MEMBER_NAME,
-    LogSettings,
-    Member,
-    RoleProcesses,
-    import_torch,
-    process_env,
-    process_group_envs,
-)
-from actors.placement import Placement, Placements
-from actors.processes import (
+from actors.launch.cleanup import (
     RUN,
     RUN_VARIABLE,
     carrying_environment,
@@ -61,6 +47,20 @@ from actors.processes import (
     wait_until_gone,
     with_descendants,
 )
+from actors.launch.compat import configure_monarch, hide_client_start
+from actors.launch.hang_report import add_hang_report
+from actors.launch.hosts import Hosts
+from actors.launch.isolation import find_secrets, get_network_env, isolate, run_inside
+from actors.launch.member import (
+    MEMBER_NAME,
+    LogSettings,
+    Member,
+    RoleProcesses,
+    import_torch,
+    process_env,
+    process_group_envs,
+)
+from actors.launch.placement import Placement, Placements
 from rl.loop.stop_request import StopRequest
 from rl.utils.errors import StopRequestedError
 from rl.utils.processes import ProcessId, handling_end_signals, identify, is_alive, kill
@@ -161,7 +161,10 @@ class Launcher:
         command = default_bootstrap_cmd().with_env(
             process_env(at, keep=keep) | get_network_env() | dict(env or {})
         )
-        command.program, command.args = sys.executable, ["-m", "actors.process_main"]
+        command.program, command.args = (
+            sys.executable,
+            ["-m", "actors.launch.process_main"],
+        )
         if at.hosts is not None and self.hosts is not None and self.hosts.launch.python:
             command.program = self.hosts.launch.python
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from monarch.actor import ActorError
 
-from actors.calls import ActorLostError, is_caused_by_timeout, mesh_index
-from actors.compat import SupervisionError
-from actors.members import RoleProcesses
+from actors.launch.calls import ActorLostError, is_caused_by_timeout, mesh_index
+from actors.launch.compat import SupervisionError
+from actors.launch.member import RoleProcesses
 from rl.observability.spans import ProcessState, read_states
 from rl.observability.stacks import (
     ProcessReport,

@@ -19,23 +19,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from actors.calls import (
+from actors.cluster.group import ActorGroup
+from actors.cluster.parity import ParityText
+from actors.cluster.publisher import GeneratorPool
+from actors.cluster.recovery import AddEvent, ignore_event
+from actors.cluster.shared_devices import DeviceLock
+from actors.cluster.starter import RoleStarter
+from actors.config import ClusterConfig
+from actors.launch.calls import (
     ActorCallError,
     ActorLostError,
     ActorTimeoutError,
     deadline,
     first_line,
 )
-from actors.config import ClusterConfig
-from actors.device_lock import DeviceLock
-from actors.group import ActorGroup
-from actors.launch import Launcher
-from actors.members import LogSettings
-from actors.parity import ParityText
-from actors.placement import count_gpus, place_actors
-from actors.pool import GeneratorPool
-from actors.recovery import AddEvent, ignore_event
-from actors.role_starter import RoleStarter
+from actors.launch.launcher import Launcher
+from actors.launch.member import LogSettings
+from actors.launch.placement import count_gpus, place_actors
 from rl.models.spec import ModelSpec
 from rl.rollouts.rubric import Rubric
 from rl.utils.errors import RunError, causes

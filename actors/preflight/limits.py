@@ -7,11 +7,11 @@ import os
 
 import torch
 
-from actors.calls import ActorCallError
-from actors.checks import converted_model
-from actors.cluster import Cluster
+from actors.cluster.cluster import Cluster
 from actors.config import RunConfig
-from actors.placement import count_gpus
+from actors.launch.calls import ActorCallError
+from actors.launch.placement import count_gpus
+from actors.preflight.checks import converted_model
 from rl.models.model_cost import model_work
 from rl.models.spec import ModelSpec
 from rl.observability.machine import RunLimits

@@ -28,8 +28,8 @@ from typing import TypeVar
 
 import psutil
 
-from actors.compat import is_client_started, list_monarch_threads
 from actors.config import LaunchConfig
+from actors.launch.compat import is_client_started, list_monarch_threads
 from rl.utils.errors import RunError
 from rl.utils.namespaces import (
     NEW_NET,

@@ -13,8 +13,8 @@ from typing import Any
 
 from monarch.job import SlurmJob
 
-from actors.compat import SlurmHooks, describe_slurm_worker
 from actors.config import LaunchConfig
+from actors.launch.compat import SlurmHooks, describe_slurm_worker
 
 logger = logging.getLogger(__name__)
 

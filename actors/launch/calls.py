@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from actors.compat import SupervisionError
+from actors.launch.compat import SupervisionError
 from rl.utils.errors import RunError, causes
 from rl.utils.processes import signal_name
 

@@ -1,6 +1,6 @@
 """Limits of restarts: the number of restarts of each role, and the pauses before them.
 
-relay restarts processes that died: generators one by one (`actors.pool`), reward processes and the
+relay restarts processes that died: generators one by one (`actors.cluster.publisher`), reward processes and the
 trainer as a whole. It does not restart processes that hang or compute wrong numbers; the run stops
 with an error.
 """
@@ -14,9 +14,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from actors.calls import first_line
+from actors.cluster.parity import LogprobParityError
 from actors.config import RecoveryConfig
-from actors.parity import LogprobParityError
+from actors.launch.calls import first_line
 from rl.utils.errors import RunError
 from rl.weights.types import WeightParityError
 

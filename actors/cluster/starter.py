@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from actors.calls import ActorLostError, deadline, first_line
+from actors.cluster.group import ActorGroup
+from actors.cluster.recovery import AddEvent, Supervisor
 from actors.config import ClusterConfig
 from actors.generator import generator_env
-from actors.group import ActorGroup
-from actors.launch import Launcher, setup_process_group_env
-from actors.members import LogSettings, RoleProcesses
-from actors.placement import Placement, Placements, count_gpus, trains_on_gpu
-from actors.recovery import AddEvent, Supervisor
+from actors.launch.calls import ActorLostError, deadline, first_line
+from actors.launch.launcher import Launcher, setup_process_group_env
+from actors.launch.member import LogSettings, RoleProcesses
+from actors.launch.placement import Placement, Placements, count_gpus, trains_on_gpu
 from rl.models.spec import ModelSpec
 from rl.observability.logs import QUIET_ENVIRONMENT
 from rl.rollouts.rubric import Rubric

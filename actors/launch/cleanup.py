@@ -1,7 +1,7 @@
 """Processes of a run on this machine: nothing of a run outlives its controller, however it ends.
 
 Temporary files, workers of ProcessJob and jobs of a scheduler outlive a controller that is killed.
-For each of them a guard process (`python -m actors.processes NAME RUN`) waits: the controller
+For each of them a guard process (`python -m actors.launch.cleanup NAME RUN`) waits: the controller
 writes to its stdin what has to be called then. When the controller ends, stdin closes, and the
 guard kills what remains of the run on this machine and makes that call. Monarch is imported only
 then.
@@ -171,7 +171,7 @@ class Guard:
         env = dict(os.environ)
         env.pop(RUN_VARIABLE, None)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "actors.processes", name, RUN],
+            [sys.executable, "-m", "actors.launch.cleanup", name, RUN],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=env | {"PYTHONPATH": import_path()},

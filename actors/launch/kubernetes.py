@@ -12,9 +12,9 @@ from typing import Any
 from kubernetes import client
 from monarch.job.kubernetes import ImageSpec, KubeConfig, KubernetesJob
 
-from actors.compat import KubernetesHooks, hide_job_logs
 from actors.config import KubernetesConfig, LaunchConfig
-from actors.processes import RUN
+from actors.launch.cleanup import RUN
+from actors.launch.compat import KubernetesHooks, hide_job_logs
 from rl.weights import SETTINGS
 
 hide_job_logs()

@@ -27,7 +27,9 @@ from weakref import WeakKeyDictionary
 
 from monarch.actor import ActorError
 
-from actors.calls import (
+from actors.cluster.recovery import Supervisor
+from actors.config import Timeouts
+from actors.launch.calls import (
     LOOK_EVERY_S,
     PEER_GRACE_S,
     REPORT_GRACE_S,
@@ -39,9 +41,7 @@ from actors.calls import (
     first_line,
     mesh_index,
 )
-from actors.compat import SupervisionError
-from actors.config import Timeouts
-from actors.recovery import Supervisor
+from actors.launch.compat import SupervisionError
 from actors.vllm.requests import EngineFailedError
 from rl.observability.spans import span
 from rl.utils.errors import RunError

@@ -112,7 +112,7 @@ def prepare_client_gateway(job: Any) -> None:
 class SlurmHooks(ABC):
     """Mixin for Monarch's SlurmJob that replaces its uses of SLURM's commands.
 
-    Monarch has no public hook for them; `actors.slurm_job` says how each of its own fails.
+    Monarch has no public hook for them; `actors.launch.slurm` says how each of its own fails.
     """
 
     _slurm_job_id: str | None
@@ -148,7 +148,7 @@ def describe_slurm_worker(job: Any) -> tuple[str, str]:
     """Return a shell assignment of a SlurmJob's identities, and the Python code of a worker.
 
     Monarch only writes them into a script of its own, whose options are not safe
-    (`actors.slurm_job`).
+    (`actors.launch.slurm`).
     """
     from monarch._src.job._slurm_batch import _worker_bootstrap
     from monarch._src.job.service_identity import SERVICE_PROC_IDS_ENV, serialize_service_proc_ids

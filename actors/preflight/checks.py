@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from actors.config import ClusterConfig, RunConfig
-from actors.placement import count_gpus, fits_shared, place_actors, trains_on_gpu
+from actors.launch.placement import count_gpus, fits_shared, place_actors, trains_on_gpu
 from rl.config.rules import find_faults
 from rl.config.tree import named_as_options
 from rl.distributed.stages import plan_stages
