@@ -21,9 +21,9 @@ from starlette.responses import Response
 from tinker.types.try_again_response import TryAgainResponse
 
 from rl.tinker.auth import COMPATIBLE_PATHS, KEY_HEADER, AccessGuard, Keys
-from rl.tinker.codec import PROTOBUF
-from rl.tinker.service import Service
+from rl.tinker.service.service import Service
 from rl.tinker.types import TinkerError
+from rl.tinker.wire.codec import PROTOBUF
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rl.tinker.bodies import check_json
 from rl.tinker.connections import most_connections
 from rl.tinker.types import HttpLimits, InvalidRequestError
+from rl.tinker.wire.bodies import check_json
 
 PREFIX = "tml-"
 """First characters of every key; the official client refuses others."""

@@ -29,7 +29,7 @@ from rl.observability.console import print_line
 from rl.tinker.app import make_app
 from rl.tinker.auth import PREFIX, Keys, read_keys
 from rl.tinker.connections import BACKLOG, HEADER_BYTES, Connection, limited_log, raise_open_files
-from rl.tinker.service import Service
+from rl.tinker.service.service import Service
 from rl.tinker.types import HttpLimits, Limits
 from rl.utils.files import locked_folder
 from rl.utils.malloc import give_back_freed_memory

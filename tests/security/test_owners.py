@@ -22,8 +22,8 @@ import torch
 from tinker.proto import tinker_public_pb2 as pb
 
 from rl.models.generate import Interrupted, PromptLogprobs
-from rl.tinker.datums import find_loss
-from rl.tinker.futures import (
+from rl.tinker.local import LocalTinkerBackend
+from rl.tinker.service.futures import (
     INLINE_BYTES,
     REQUEST_BYTES,
     SMALL_BYTES,
@@ -31,9 +31,8 @@ from rl.tinker.futures import (
     PendingRequest,
     encoded,
 )
-from rl.tinker.local import LocalTinkerBackend
-from rl.tinker.service import Ttl
-from rl.tinker.sessions import KEPT
+from rl.tinker.service.service import Ttl
+from rl.tinker.service.sessions import KEPT
 from rl.tinker.turns import CREDIT_S, LAG_S, LONGEST_TURN_S, MIN_SEQUENCES, FairLock, Turns
 from rl.tinker.types import (
     BusyError,
@@ -43,6 +42,7 @@ from rl.tinker.types import (
     Limits,
     NotFoundError,
 )
+from rl.tinker.wire.datums import find_loss
 from tests.support.fake_tinker import BASE, ME, YOU, message, running_service, service_test, settled
 from tests.support.virtual_time import now_s, run_in_virtual_time
 from tests.tinker.parts import create, local_backend, request, settings, tokens_of

@@ -28,12 +28,12 @@ from tinker.proto import tinker_public_pb2 as pb
 from rl.tinker import serving
 from rl.tinker.auth import AccessGuard, Keys
 from rl.tinker.backend import Base
-from rl.tinker.codec import PROTOBUF
-from rl.tinker.futures import REQUEST_BYTES
 from rl.tinker.local import LocalTinkerBackend
-from rl.tinker.service import Service
+from rl.tinker.service.futures import REQUEST_BYTES
+from rl.tinker.service.service import Service
 from rl.tinker.serving import TinkerServer, listening, locked_storage, serve
 from rl.tinker.types import HttpLimits
+from rl.tinker.wire.codec import PROTOBUF
 from tests.support.fake_tinker import FakeBackend, message, service_test
 from tests.support.tinker_server import server_process
 

@@ -29,9 +29,8 @@ from tinker.proto import tinker_public_pb2 as pb
 from rl.models.lora import LoRA
 from rl.tinker.app import make_app
 from rl.tinker.auth import Keys
-from rl.tinker.codec import PROTOBUF
-from rl.tinker.futures import Result
-from rl.tinker.service import Service
+from rl.tinker.service.futures import Result
+from rl.tinker.service.service import Service
 from rl.tinker.types import (
     BaseModel,
     HttpLimits,
@@ -41,6 +40,7 @@ from rl.tinker.types import (
     SampleOutput,
     SampleRequest,
 )
+from rl.tinker.wire.codec import PROTOBUF
 from rl.types import OptimParams, TrainingSample
 from tests.support.virtual_time import run_in_virtual_time
 

@@ -11,10 +11,10 @@ from tinker import AdamParams, LoraConfig
 
 from rl.models.spec import ModelSpec
 from rl.tinker.backend import Base, TinkerBackend, lora_config
-from rl.tinker.codec import checked_request
-from rl.tinker.datums import WireLoss, find_loss, metrics_of, optim_params, wire_samples
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.types import Datum, Limits, ModelSettings, SampleOutput, SampleRequest
+from rl.tinker.wire.codec import checked_request
+from rl.tinker.wire.datums import WireLoss, find_loss, metrics_of, optim_params, wire_samples
 from rl.training.config import TrainingConfig
 from tests.support.fake_tinker import prompt
 from tests.training.parts import write_assets

@@ -10,9 +10,9 @@ import pytest
 
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import CISPOLoss, DROLoss, GSPOLoss, ImportanceSamplingLoss, PPOLoss
-from rl.tinker import datums
-from rl.tinker.datums import find_loss, wire_samples
 from rl.tinker.types import BaseModel, Datum, InvalidRequestError
+from rl.tinker.wire import datums
+from rl.tinker.wire.datums import find_loss, wire_samples
 from tests.tinker.parts import datum
 
 

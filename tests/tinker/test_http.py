@@ -11,9 +11,9 @@ from starlette.responses import Response
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from rl.tinker.auth import AccessGuard, Keys, Shares, read_keys
-from rl.tinker.codec import PROTOBUF
-from rl.tinker.futures import REQUEST_BYTES
+from rl.tinker.service.futures import REQUEST_BYTES
 from rl.tinker.types import HttpLimits
+from rl.tinker.wire.codec import PROTOBUF
 from tests.support.fake_tinker import message, service_test, settled
 
 ALICE, BOB = "tml-" + "a" * 20, "tml-" + "b" * 20

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 from tinker.types import RequestErrorCategory, RequestFailedResponse
 
-from rl.tinker.codec import checked_request
-from rl.tinker.futures import REQUEST_BYTES, SMALL_BYTES
+from rl.tinker.service.futures import REQUEST_BYTES, SMALL_BYTES
 from rl.tinker.turns import Turns
 from rl.tinker.types import BusyError, GoneError, InvalidRequestError, Limits, NotFoundError
+from rl.tinker.wire.codec import checked_request
 from tests.support.fake_tinker import BASE, YOU, prompt, service_test, settled
 
 

@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from rl.tinker.service import Ttl
-from rl.tinker.storage import _in_thread, parse_path
+from rl.tinker.service.service import Ttl
+from rl.tinker.service.storage import _in_thread, parse_path
 from rl.tinker.types import InvalidRequestError, NotFoundError, UnsavedError
 from tests.support.fake_tinker import YOU, running_service, service_test, settled
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from tinker.types import RequestErrorCategory, RequestFailedResponse
 
-from rl.tinker.futures import REQUEST_BYTES, SMALL_BYTES
+from rl.tinker.service.futures import REQUEST_BYTES, SMALL_BYTES
 from rl.tinker.types import BusyError, GoneError, InvalidRequestError
 from tests.support.fake_tinker import YOU, service_test
 from tests.support.virtual_time import now_s

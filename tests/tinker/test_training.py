@@ -7,8 +7,8 @@ import pytest
 from tinker import types as wire
 
 from rl.tinker.backend import lora_config
-from rl.tinker.datums import optim_params
 from rl.tinker.types import GoneError, InvalidRequestError, NotFoundError
+from rl.tinker.wire.datums import optim_params
 from rl.types import OptimParams
 from tests.support.fake_tinker import BASE, LORA, ME, service_test, settled
 

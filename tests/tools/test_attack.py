@@ -9,8 +9,8 @@ from unittest import mock
 import httpx
 import pytest
 
-from rl.tinker.sessions import Sessions
-from rl.tinker.storage import Storage
+from rl.tinker.service.sessions import Sessions
+from rl.tinker.service.storage import Storage
 from tests.support.fake_tinker import KEYS, ME, YOU, service_test
 from tools.attack.bodies import LISTS, Attacker, Call, Ids
 

@@ -28,12 +28,12 @@ from tinker.types.try_again_response import TryAgainResponse
 
 from rl.tinker.backend import TinkerBackend
 from rl.tinker.connections import most_connections
-from rl.tinker.futures import Futures, Result
-from rl.tinker.parts import Parts
-from rl.tinker.sampling import SamplingSessions
-from rl.tinker.sessions import Sessions
-from rl.tinker.storage import RunRecord, Storage, Stored, parse_path
-from rl.tinker.training import TrainingCalls
+from rl.tinker.service.futures import Futures, Result
+from rl.tinker.service.parts import Parts
+from rl.tinker.service.sampling import SamplingSessions
+from rl.tinker.service.sessions import Sessions
+from rl.tinker.service.storage import RunRecord, Storage, Stored, parse_path
+from rl.tinker.service.training import TrainingCalls
 from rl.tinker.turns import FairLock
 from rl.tinker.types import HttpLimits, Id, Limit, Limits, NotFoundError, Offset, Owner, check_ttl
 

@@ -18,7 +18,6 @@ import torch
 from tinker import types as wire
 from tinker.proto import tinker_public_pb2 as pb
 
-from rl.tinker.datums import check_ids
 from rl.tinker.types import (
     MAX_SEQ_ID,
     BaseModel,
@@ -29,6 +28,7 @@ from rl.tinker.types import (
     SampleRequest,
     check_range,
 )
+from rl.tinker.wire.datums import check_ids
 from rl.types import SamplingParams
 
 PROTOBUF = "application/x-protobuf"

@@ -14,7 +14,6 @@ import pydantic
 from google.protobuf.message import Message
 from tinker import types as wire
 
-from rl.tinker.codec import PROTOBUF
 from rl.tinker.types import (
     BusyError,
     GoneError,
@@ -23,6 +22,7 @@ from rl.tinker.types import (
     TinkerError,
     UnsavedError,
 )
+from rl.tinker.wire.codec import PROTOBUF
 from rl.utils.excerpts import shortened
 
 log = logging.getLogger(__name__)

@@ -13,15 +13,12 @@ from fastapi import Request
 from tinker import types as wire
 
 from rl.tinker.backend import lora_config
-from rl.tinker.bodies import ForwardBackwardBody, read_forward_backward
-from rl.tinker.codec import encode_forward_backward
-from rl.tinker.datums import metrics_of, optim_params
-from rl.tinker.futures import Answer, encoded
-from rl.tinker.models import Model, Work
-from rl.tinker.parts import Parts
-from rl.tinker.sampling import SamplingSessions
-from rl.tinker.sessions import KEPT
-from rl.tinker.storage import CheckpointKind, RunRecord, Stored, check_name, checkpoint_path
+from rl.tinker.service.futures import Answer, encoded
+from rl.tinker.service.parts import Parts
+from rl.tinker.service.sampling import SamplingSessions
+from rl.tinker.service.sessions import KEPT
+from rl.tinker.service.storage import CheckpointKind, RunRecord, Stored, check_name, checkpoint_path
+from rl.tinker.service.streams import Model, Work
 from rl.tinker.types import (
     Future,
     GoneError,
@@ -35,6 +32,9 @@ from rl.tinker.types import (
     check_seq_id,
     check_ttl,
 )
+from rl.tinker.wire.bodies import ForwardBackwardBody, read_forward_backward
+from rl.tinker.wire.codec import encode_forward_backward
+from rl.tinker.wire.datums import metrics_of, optim_params
 
 _EITHER = (
     "load_weights: must have either session_id and model_seq_id, for a new model, or model_id and "

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rl.tinker.backend import TinkerBackend
-from rl.tinker.futures import Background, Futures
-from rl.tinker.sessions import Sessions
-from rl.tinker.storage import Storage
+from rl.tinker.service.futures import Background, Futures
+from rl.tinker.service.sessions import Sessions
+from rl.tinker.service.storage import Storage
 from rl.tinker.types import HttpLimits, Limits
 
 

@@ -14,9 +14,9 @@ from fastapi import Body
 from tinker import types as wire
 from tinker.types.session_status import ClientSessionFinishReason
 
-from rl.tinker.bodies import CreateSessionBody
-from rl.tinker.models import Model
+from rl.tinker.service.streams import Model
 from rl.tinker.types import SESSION, GoneError, Id, LimitReachedError, Limits, NotFoundError, Owner
+from rl.tinker.wire.bodies import CreateSessionBody
 
 KEPT = 1000
 """Sampling sessions, and models that have ended, which a session remembers; sessions that have

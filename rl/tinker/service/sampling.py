@@ -17,13 +17,11 @@ from typing import TypeAlias
 from tinker import types as wire
 
 from rl.tinker.backend import lora_config
-from rl.tinker.bodies import SampleBody
-from rl.tinker.codec import checked_request, encode_sample
-from rl.tinker.futures import SMALL_BYTES, Result, encoded
-from rl.tinker.models import Model
-from rl.tinker.parts import Parts
-from rl.tinker.sessions import KEPT, Session
-from rl.tinker.storage import Stored
+from rl.tinker.service.futures import SMALL_BYTES, Result, encoded
+from rl.tinker.service.parts import Parts
+from rl.tinker.service.sessions import KEPT, Session
+from rl.tinker.service.storage import Stored
+from rl.tinker.service.streams import Model
 from rl.tinker.types import (
     Future,
     GoneError,
@@ -36,6 +34,8 @@ from rl.tinker.types import (
     check_base,
     check_seq_id,
 )
+from rl.tinker.wire.bodies import SampleBody
+from rl.tinker.wire.codec import checked_request, encode_sample
 
 
 @dataclass(slots=True, eq=False)

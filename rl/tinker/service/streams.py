@@ -16,8 +16,8 @@ from functools import partial
 from typing import NamedTuple
 
 from rl.tinker.backend import TinkerBackend
-from rl.tinker.futures import Answer, Background, Futures, PendingRequest
-from rl.tinker.storage import RunRecord
+from rl.tinker.service.futures import Answer, Background, Futures, PendingRequest
+from rl.tinker.service.storage import RunRecord
 from rl.tinker.types import ModelSettings
 
 

@@ -14,9 +14,9 @@ from tinker.proto import tinker_public_pb2 as pb
 from typing_extensions import TypeAliasType
 
 from losses.types import Loss
-from rl.tinker.codec import decode_data, loss_settings
-from rl.tinker.datums import WireLoss, WireSamples, find_loss, wire_samples
 from rl.tinker.types import BaseModel, HttpLimits, InvalidRequestError
+from rl.tinker.wire.codec import decode_data, loss_settings
+from rl.tinker.wire.datums import WireLoss, WireSamples, find_loss, wire_samples
 
 MAX_FIELDS = 2**17
 """Most fields of a protobuf body, those of its parts included: 128 for each of 1,024 data."""
