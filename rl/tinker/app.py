@@ -119,7 +119,7 @@ def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> 
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
-    app.add_middleware(AccessGuard, keys=keys, hosts=hosts, limits=service.http)
+    app.add_middleware(AccessGuard, keys=keys, hosts=hosts, limits=service.limits)
     app.add_api_route(f"{PREFIX}/healthz", _health, methods=["GET"])
     router = APIRouter()
     _add_calls(router, service)

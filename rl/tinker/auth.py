@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import resource
 import stat
 from collections import Counter
 from collections.abc import Collection
@@ -18,9 +19,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rl.tinker.connections import most_connections
-from rl.tinker.types import HttpLimits, InvalidRequestError
-from rl.tinker.wire.bodies import check_json
+from rl.tinker.types import Limits
 
 PREFIX = "tml-"
 """First characters of every key; the official client refuses others."""
@@ -35,6 +34,23 @@ everywhere, which this server does not have. Those clients send the key as `Auth
 Bearer`."""
 TENSORS_PATH, SAMPLE_PATH = "/api/v1/forward_backward", "/api/v1/asample"
 """Paths with larger bodies, the first of which is no JSON."""
+JSON_BYTES = 2 * 2**20
+"""Bytes of the body of a sample: a prompt of 262,144 tokens has 1.8 million. JSON grows many times
+while it is parsed, and blocks all others."""
+SMALL_BYTES = 256 * 2**10
+"""Bytes of every other body."""
+BODY_TIMEOUT_S = 60.0
+ALL_BODIES_BYTES = 2**30
+"""Bytes of all bodies that are being read or answered."""
+MAX_CONNECTIONS = 4096
+"""Open connections. A client waits for up to 2,000 samples on as many connections."""
+
+
+def limit_connections() -> int:
+    """Return the limit on open connections; the other half of the process's files is for
+    checkpoints and processes.
+    """
+    return min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class Keys:
@@ -132,19 +148,18 @@ class AccessGuard:
         hosts: valid names of the Host header, without port; None accepts any. A page of another
             site in a browser on this machine could reach a loopback server through a name of its
             own that resolves here.
-        limits: bytes and seconds of bodies. JSON grows many times while it is parsed and blocks all
-            others, so only two calls may have large bodies.
+        limits: has the bytes of the largest bodies.
     """
 
     def __init__(
-        self, app: ASGIApp, *, keys: Keys, hosts: Collection[str] | None, limits: HttpLimits
+        self, app: ASGIApp, *, keys: Keys, hosts: Collection[str] | None, limits: Limits
     ) -> None:
         self._app = app
         self._keys = keys
         self._hosts = hosts
         self._limits = limits
-        self._bytes = Shares(limits.held_bytes)
-        self._requests = Shares(most_connections(limits))
+        self._bytes = Shares(ALL_BODIES_BYTES)
+        self._requests = Shares(limit_connections())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the server has neither websockets nor lifespan events"
@@ -162,24 +177,17 @@ class AccessGuard:
         owner = scope.setdefault("state", {})["owner"] = self._owner(scope)
         most = self._most_bytes(scope)
         if not self._requests.take(owner, 1):
-            raise _RefusedError(
-                429, "limit connections: this key has its share of requests in progress; wait"
-            )
+            raise _RefusedError(429, "this key has its share of requests in progress; wait")
         body = bytearray()
-        timeout_s = self._limits.body_timeout_s
         try:
             try:
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout(BODY_TIMEOUT_S):
                     await self._read(body, most, receive, owner=owner)
             except TimeoutError:
                 raise _RefusedError(
-                    408, f"the body did not arrive within {timeout_s:g} s"
+                    408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
                 ) from None
-            if scope["path"] != TENSORS_PATH:
-                check_json(body)
             await self._app(scope, _replayed(bytes(body), receive), send)
-        except InvalidRequestError as error:
-            raise _RefusedError(error.status, str(error)) from None
         finally:
             self._bytes.give_back(owner, len(body))
             self._requests.give_back(owner, 1)
@@ -205,9 +213,8 @@ class AccessGuard:
 
     def _most_bytes(self, scope: Scope) -> int:
         """Return the most bytes that the body may have; refuse one that says that it has more."""
-        limits = self._limits
-        by_path = {TENSORS_PATH: limits.body_bytes, SAMPLE_PATH: limits.json_bytes}
-        most = by_path.get(scope["path"], limits.small_bytes)
+        by_path = {TENSORS_PATH: self._limits.body_bytes, SAMPLE_PATH: JSON_BYTES}
+        most = by_path.get(scope["path"], SMALL_BYTES)
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > most:
             raise _too_large(most)
@@ -224,8 +231,7 @@ class AccessGuard:
             if not self._bytes.take(owner, len(chunk)):
                 raise _RefusedError(
                     429,
-                    f"limit held_bytes: this key has its share of {self._limits.held_bytes} bytes; "
-                    "wait",
+                    f"this key has its share of the {ALL_BODIES_BYTES} bytes of all bodies; wait",
                 )
             body += chunk
             if not message.get("more_body", False):

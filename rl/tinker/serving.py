@@ -9,14 +9,15 @@ import contextlib
 import faulthandler
 import gc
 import os
+import resource
 import secrets
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,10 +28,9 @@ from rl.config.registry import ResolvedRun
 from rl.config.tree import check_bounds
 from rl.observability.console import print_line
 from rl.tinker.app import make_app
-from rl.tinker.auth import PREFIX, Keys, read_keys
-from rl.tinker.connections import BACKLOG, HEADER_BYTES, Connection, limited_log, raise_open_files
+from rl.tinker.auth import PREFIX, Keys, limit_connections, read_keys
 from rl.tinker.service.service import Service
-from rl.tinker.types import HttpLimits, Limits
+from rl.tinker.types import Limits
 from rl.utils.files import locked_folder
 from rl.utils.malloc import give_back_freed_memory
 from rl.utils.printing import say_error
@@ -45,6 +45,15 @@ ANY_KEY = (
     "without keys_file any key is accepted: every user of this machine can use this server, and "
     "reach the models and checkpoints of a key that is easily guessed"
 )
+HEADER_BYTES = 65_536
+"""Bytes of a request's line and headers."""
+BACKLOG = 128
+"""Connections that the kernel keeps until they are accepted. asyncio accepts as many at a time, and
+logs an error for each of them that it cannot open a file for."""
+OPEN_FILES = 16_384
+"""Open files that a server process asks for."""
+WRITE_TIMEOUT_S = 30.0
+"""Time after which the kernel closes a connection whose client does not take its answer."""
 DRAIN_TIMEOUT_S = 5.0
 """Time for answers in progress once the server is stopping."""
 MEMORY_S = 10.0
@@ -76,8 +85,6 @@ class TinkerServer(Configurable):
         """File with one API key per line, readable by its owner only."""
         limits: Limits = field(default_factory=lambda: Limits(session_timeout_s=600.0))
         """Limits on the work and the state of one API key."""
-        http: HttpLimits = field(default_factory=HttpLimits)
-        """Limits on connections and on single HTTP requests."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "port", at_least=0, at_most=65_535)
@@ -107,9 +114,7 @@ class TinkerServer(Configurable):
         folder = Path(config.storage_folder).expanduser()
         with locked_storage(folder), listening(config.host, config.port) as listener:
             backend = config.backend.build()
-            service = Service(
-                backend=backend, storage_folder=folder, limits=config.limits, http=config.http
-            )
+            service = Service(backend=backend, storage_folder=folder, limits=config.limits)
             if not is_loopback(config.host):
                 _warn(f"{config.host} speaks plain HTTP: put TLS in front of it")
             if not self._keys.configured:
@@ -237,12 +242,14 @@ async def serve(
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(service, keys=keys, hosts=hosts),
-            http=partial(Connection, limits=service.http, waiting={}),  # type: ignore[arg-type]
+            http="h11",  # It has a limit on the bytes of headers.
             h11_max_incomplete_event_size=HEADER_BYTES,
+            limit_concurrency=limit_connections(),
             backlog=BACKLOG,
             lifespan="off",
             ws="none",
-            log_level="warning",
+            # Clients without a key can cause warnings, and the application logs its errors itself.
+            log_level="critical",
             access_log=False,
             server_header=False,
             # Longer than a client's pause between calls; otherwise the client writes to a closing
@@ -257,8 +264,7 @@ async def serve(
     async def run() -> None:
         await service.start()
         ready(url_of(listener))
-        with limited_log():
-            await server.serve(sockets=[listener])
+        await server.serve(sockets=[listener])
 
     running, stopping = asyncio.create_task(run()), asyncio.create_task(stop.wait())
     try:
@@ -309,6 +315,13 @@ def _stopping_on_signals() -> Iterator[asyncio.Event]:
         yield stop
 
 
+def raise_open_files() -> None:
+    """Raise this process's soft limit on open files, often 1,024, within its hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < (most := min(OPEN_FILES, hard)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 @contextlib.contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
     """Listen on a socket; raise ValueError if the address is unavailable."""
@@ -317,6 +330,9 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     # TCP.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "linux":  # Connections inherit the option, which other systems lack.
+            timeout_ms = round(1000 * WRITE_TIMEOUT_S)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
         try:
             listener.bind((host, port))
             listener.listen(BACKLOG)

@@ -15,7 +15,6 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -33,7 +32,6 @@ from rl.tinker.service.futures import Result
 from rl.tinker.service.service import Service
 from rl.tinker.types import (
     BaseModel,
-    HttpLimits,
     LimitReachedError,
     Limits,
     ModelSettings,
@@ -49,7 +47,6 @@ T = TypeVar("T")
 KEYS = {Keys().owner(key.encode()) or "": key for key in ("tml-me", "tml-you")}
 """API key of each owner."""
 ME, YOU = KEYS
-HTTP_LIMITS = tuple(field.name for field in fields(HttpLimits))
 DEADLINE_S = 30
 BASE = BaseModel(
     name="tiny",
@@ -430,18 +427,15 @@ def service_test(*, virtual: bool = True, **limits: Any) -> Callable[[Test], Cal
     """Run a test with a `Client`, in virtual time unless the test uses threads, and check that no
     task is left.
 
-    Keywords are fields of `Limits` and `HttpLimits`.
+    Keywords are fields of `Limits`.
     """
-    http = HttpLimits(**{name: limits.pop(name) for name in HTTP_LIMITS if name in limits})
 
     def decorate(test: Test) -> Callable[..., None]:
         async def run() -> None:
             async with asyncio.timeout(None if virtual else DEADLINE_S):
                 with tempfile.TemporaryDirectory() as name:
                     folder = Path(name) / "storage"
-                    async with running_service(
-                        folder, limits=Limits(**limits), http=http
-                    ) as client:
+                    async with running_service(folder, limits=Limits(**limits)) as client:
                         await test(client)
             assert asyncio.all_tasks() == {asyncio.current_task()}
 

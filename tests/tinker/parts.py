@@ -12,7 +12,7 @@ from tinker import AdamParams, LoraConfig
 from rl.models.spec import ModelSpec
 from rl.tinker.backend import Base, TinkerBackend, lora_config
 from rl.tinker.local import LocalTinkerBackend
-from rl.tinker.types import Datum, Limits, ModelSettings, SampleOutput, SampleRequest
+from rl.tinker.types import Datum, ModelSettings, SampleOutput, SampleRequest
 from rl.tinker.wire.codec import checked_request
 from rl.tinker.wire.datums import WireLoss, find_loss, metrics_of, optim_params, wire_samples
 from rl.training.config import TrainingConfig
@@ -158,7 +158,7 @@ async def created(
 
 def request(base: Any, tokens: list[int], **how: Any) -> SampleRequest:
     """Check a call against a `BaseModel`; 8 tokens with seed 3 by default."""
-    return checked_request(prompt(*tokens, **({"max_tokens": 8, "seed": 3} | how)), base, Limits())
+    return checked_request(prompt(*tokens, **({"max_tokens": 8, "seed": 3} | how)), base)
 
 
 async def sampled(backend: TinkerBackend, version: int, **how: Any) -> SampleOutput:

@@ -1,9 +1,11 @@
 """Sessions and the ids under them; start and close of the service."""
 
 import asyncio
+from unittest import mock
 
 import pytest
 
+from rl.tinker.service.service import CLOSE_TIMEOUT_S
 from rl.tinker.types import GoneError, LimitReachedError, NotFoundError
 from tests.support.fake_tinker import ME, YOU, service_test
 from tests.support.virtual_time import now_s
@@ -97,12 +99,13 @@ async def test_limit_on_models_holds_per_owner_until_a_session_ends(client):
     client.model(session=second)
 
 
-@service_test(sessions=2, result_kept_s=60)
+@mock.patch("rl.tinker.service.sessions.MAX_SESSIONS", 2)
+@service_test(result_kept_s=60)
 async def test_limit_on_sessions_holds_per_owner_and_ended_ones_are_forgotten_with_their_results(
     client,
 ):
     first, second = client.session(), client.session()
-    with pytest.raises(LimitReachedError, match="limit sessions: 2"):
+    with pytest.raises(LimitReachedError, match="has 2 sessions"):
         client.session()
     client.of(YOU).session()
     client.finish(first)
@@ -119,7 +122,7 @@ async def test_limit_on_sessions_holds_per_owner_and_ended_ones_are_forgotten_wi
     }
 
 
-@service_test(close_timeout_s=5)
+@service_test()
 async def test_close_wakes_waiting_callers_at_once_and_ends_in_time(client):
     service, backend = client.service, client.backend
     backend.hold("forward_backward")
@@ -137,7 +140,7 @@ async def test_close_wakes_waiting_callers_at_once_and_ends_in_time(client):
     assert (len(done), now_s() - started_s) == (3, 0)
     assert all(isinstance(task.exception(), GoneError) for task in waiting)
     await asyncio.gather(*closing)
-    assert now_s() - started_s <= 3 * 5
+    assert now_s() - started_s <= 2 * CLOSE_TIMEOUT_S
     assert (backend.is_open, +backend.num_sampling) == (False, {})
     with pytest.raises(GoneError):
         client.add(model, 4, 1)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REQUEST_BYTES = 512 * 1024
-"""Bytes counted for a waiting request besides its tensors: at the default limit, at most 8192
+"""Bytes counted for a waiting request besides its tensors: at the default limit, at most 16,384
 requests wait.
 """
 SMALL_BYTES = 4096
@@ -118,29 +118,24 @@ class Futures:
     def begin(
         self, request_id: str, *, owner: str, num_bytes: int = 0, unblocks: bool = False
     ) -> PendingRequest:
-        """Accept a request; raise BusyError at `limits.waiting_bytes`, unless it `unblocks` others
-        that wait.
+        """Accept a request; raise BusyError at `limits.all_held_bytes`, unless it `unblocks` others
+        that wait, or its owner has less than a share.
         """
         if self._closed:
             raise GoneError(_CLOSED)
         # A refusal opens no account.
-        held, most = self._held.get(owner, _Held()), self._limits.waiting_bytes
+        held, most = self._held.get(owner, _Held()), self._limits.all_held_bytes
         num_bytes += REQUEST_BYTES
-        waiting_bytes = held.waiting_bytes + num_bytes
-        # A single request above the limit has to pass at some time.
-        if waiting_bytes > most and held.waiting_bytes and not unblocks:
-            raise BusyError(
-                f"limit waiting_bytes: this request would make it {waiting_bytes}, above {most}; "
-                "wait"
-            )
-        most = self._limits.all_held_bytes
         share = most // len(self._held.keys() | {owner})
-        if self._all.waiting_bytes + num_bytes > most and waiting_bytes > share and not unblocks:
+        is_full = self._all.waiting_bytes + num_bytes > most
+        has_share = held.waiting_bytes + num_bytes > share
+        # A single request above the limit has to pass at some time.
+        if is_full and has_share and self._all.waiting_bytes and not unblocks:
             raise BusyError(
                 f"limit all_held_bytes: the requests of all keys that wait have {most} bytes; wait"
             )
         self._all.waiting_bytes += num_bytes
-        held.waiting_bytes = waiting_bytes
+        held.waiting_bytes += num_bytes
         self._held[owner] = held
         request = PendingRequest(request_id=request_id, owner=owner, num_bytes=num_bytes)
         self._requests[request_id] = request
@@ -190,8 +185,6 @@ class Futures:
         request.done.set()
         loop = asyncio.get_running_loop()
         request.expiry = loop.call_later(self._limits.result_kept_s, self._drop, request)
-        while len(held.results) > 1 and held.result_bytes > self._limits.result_bytes:
-            self._drop_oldest(held)
         while self._all.result_bytes > self._limits.all_held_bytes:
             self._drop_oldest(max(self._held.values(), key=lambda one: one.result_bytes))
 

@@ -34,8 +34,7 @@ from rl.tinker.types import (
     check_base,
     check_seq_id,
 )
-from rl.tinker.wire.bodies import SampleBody
-from rl.tinker.wire.codec import checked_request, encode_sample
+from rl.tinker.wire.codec import SampleBody, checked_request, encode_sample
 
 
 @dataclass(slots=True, eq=False)
@@ -170,11 +169,6 @@ class OpenWeights:
         while owner is not None and self._num_open()[owner] > most:
             if self._close_oldest_of(owner, why) is None:
                 break
-        most = self._parts.limits.all_samplers
-        why = f"all keys together have at most {most} weights open (limit all_samplers)"
-        while owner is not None and self._num_open().total() > most:
-            if self._close_oldest(owner, why) is None:
-                break
 
     def _num_open(self) -> Counter[str]:
         """Return the number of open weights by owner, without the base model's."""
@@ -250,7 +244,7 @@ class SamplingSessions:
             )
         source = self.source(session_id, owner)
         request_id = f"{session_id}:{check_seq_id('seq_id', body.seq_id, first=0)}"
-        asked = checked_request(body, self._parts.backend.base_model, self._parts.limits)
+        asked = checked_request(body, self._parts.backend.base_model)
         futures = self._parts.futures
         if request_id not in futures:
             weights = self._weights_of(source, owner)

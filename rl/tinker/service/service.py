@@ -26,8 +26,8 @@ from starlette.responses import JSONResponse, Response
 from tinker import types as wire
 from tinker.types.try_again_response import TryAgainResponse
 
+from rl.tinker.auth import limit_connections
 from rl.tinker.backend import TinkerBackend
-from rl.tinker.connections import most_connections
 from rl.tinker.service.futures import Futures, Result
 from rl.tinker.service.parts import Parts
 from rl.tinker.service.sampling import SamplingSessions
@@ -35,11 +35,16 @@ from rl.tinker.service.sessions import Sessions
 from rl.tinker.service.storage import RunRecord, Storage, Stored, parse_path
 from rl.tinker.service.training import TrainingCalls
 from rl.tinker.turns import FairLock
-from rl.tinker.types import HttpLimits, Id, Limit, Limits, NotFoundError, Offset, Owner, check_ttl
+from rl.tinker.types import Id, Limit, Limits, NotFoundError, Offset, Owner, check_ttl
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+CHUNK_BYTES = 5_000_000
+"""Bytes per request that the client cuts larger batches into."""
+CLOSE_TIMEOUT_S = 10.0
+"""Wait for work in progress when the service closes. The backend has twice as long afterwards: a
+generator that is busy takes more than ten seconds to end."""
 Kind = Annotated[str, PathSegment(min_length=1, max_length=64)]
 """Path segment `weights` or `sampler_weights`."""
 
@@ -53,7 +58,6 @@ class Service:
         backend: TinkerBackend,
         storage_folder: str | Path,
         limits: Limits | None = None,
-        http: HttpLimits | None = None,
         wall_time_s: Callable[[], float] = time.time,
     ) -> None:
         limits = limits or Limits()
@@ -63,10 +67,9 @@ class Service:
             sessions=Sessions(limits=limits),
             futures=Futures(limits),
             limits=limits,
-            http=http or HttpLimits(),
             wall_time_s=wall_time_s,
         )
-        self.http = parts.http
+        self.limits = limits
         self.sessions = parts.sessions
         self.sampling = SamplingSessions(parts)
         self.training = TrainingCalls(parts, sampling=self.sampling)
@@ -90,18 +93,17 @@ class Service:
         self._parts.futures.close()
 
     async def close(self) -> None:
-        """End all sessions, then the backend, within three times `limits.close_timeout_s`.
+        """End all sessions, then the backend, within four times `CLOSE_TIMEOUT_S`.
         Idempotent.
         """
-        timeout_s = self._parts.limits.close_timeout_s
         self.stop_waiting()
         self.sessions.close()
-        await self._parts.background.close(timeout_s)
+        await self._parts.background.close(CLOSE_TIMEOUT_S)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(2 * CLOSE_TIMEOUT_S):
                 await self._parts.backend.close()
         except TimeoutError:
-            log.error("the backend did not close within %g s", timeout_s)
+            log.error("the backend did not close within %g s", 2 * CLOSE_TIMEOUT_S)
 
     # Calls about the server
 
@@ -110,11 +112,9 @@ class Service:
         return wire.ClientConfigResponse(
             # A client waits for each sample on a connection, and a key has half of them; some are
             # for other calls.
-            sample_max_concurrent_requests=min(
-                default, max(1, most_connections(self.http) // 2 - 16)
-            ),
-            fwdbwd_max_chunk_len=self.http.chunk_data,
-            fwdbwd_max_chunk_bytes_count=self.http.chunk_bytes,
+            sample_max_concurrent_requests=min(default, max(1, limit_connections() // 2 - 16)),
+            fwdbwd_max_chunk_len=self.limits.chunk_data,
+            fwdbwd_max_chunk_bytes_count=CHUNK_BYTES,
         )
 
     async def dynamic_config(
@@ -150,7 +150,7 @@ class Service:
 
     async def retrieve_future(self, body: wire.FutureRetrieveRequest, *, owner: Owner) -> Response:
         """Wait for a result: protobuf for the results of forward_backward and sample, else JSON."""
-        result = await self.retrieve(body.request_id, owner=owner, wait_s=self.http.poll_s)
+        result = await self.retrieve(body.request_id, owner=owner, wait_s=self.limits.poll_s)
         if result is None:
             again = TryAgainResponse(request_id=body.request_id, queue_state="active")
             return JSONResponse(

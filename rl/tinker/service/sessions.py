@@ -16,8 +16,10 @@ from tinker.types.session_status import ClientSessionFinishReason
 
 from rl.tinker.service.streams import Model
 from rl.tinker.types import SESSION, GoneError, Id, LimitReachedError, Limits, NotFoundError, Owner
-from rl.tinker.wire.bodies import CreateSessionBody
+from rl.tinker.wire.codec import CreateSessionBody
 
+MAX_SESSIONS = 100
+"""Sessions of one key that have not ended."""
 KEPT = 1000
 """Sampling sessions, and models that have ended, which a session remembers; sessions that have
 ended, of one owner.
@@ -63,8 +65,10 @@ class Sessions:
     ) -> wire.CreateSessionResponse:
         own = [one for one in self._sessions.values() if one.owner == owner]
         ended = [one for one in own if one.ended and not one.models]
-        if len(own) - len(ended) >= (most := self._limits.sessions):
-            raise LimitReachedError(f"limit sessions: {most} have not ended; finish one of them")
+        if len(own) - len(ended) >= MAX_SESSIONS:
+            raise LimitReachedError(
+                f"this key has {MAX_SESSIONS} sessions that have not ended; finish one of them"
+            )
         for one in ended[:-KEPT]:
             del self._sessions[one.session_id]
         session_id = f"{self._process}-{secrets.token_hex(8)}"

@@ -32,8 +32,11 @@ from rl.tinker.types import (
     check_seq_id,
     check_ttl,
 )
-from rl.tinker.wire.bodies import ForwardBackwardBody, read_forward_backward
-from rl.tinker.wire.codec import encode_forward_backward
+from rl.tinker.wire.codec import (
+    ForwardBackwardBody,
+    encode_forward_backward,
+    read_forward_backward,
+)
 from rl.tinker.wire.datums import metrics_of, optim_params
 
 _EITHER = (
@@ -191,10 +194,6 @@ class TrainingCalls:
             raise LimitReachedError(
                 f"limit models: {limits.models} are in memory; finish the session of one"
             )
-        if len(models) >= limits.all_models:
-            raise LimitReachedError(
-                f"limit all_models: {limits.all_models} of all keys are in memory"
-            )
         self._sampling.weights.reserve(
             owner, 16 * self._backend.base_model.num_trained(settings.lora)
         )
@@ -208,7 +207,7 @@ class TrainingCalls:
         return await self.forward_backward(body, owner=owner)
 
     def decode(self, body: bytes) -> ForwardBackwardBody:
-        return read_forward_backward(body, base=self._backend.base_model, http=self._parts.http)
+        return read_forward_backward(body, base=self._backend.base_model)
 
     async def forward_backward(self, body: ForwardBackwardBody, *, owner: Owner) -> Future:
         """Add to the gradient; if this fails, so does the next `optim_step`."""

@@ -1,4 +1,4 @@
-"""The bodies of the wire that hold tensors, in the official client's protobuf messages.
+"""Bodies of the wire, in the official client's types: JSON, and protobuf messages with tensors.
 
 Bytes from the network are believed only once their parts agree: a few bytes can claim any shape.
 Arrays are little-endian.
@@ -12,28 +12,39 @@ import math
 import secrets
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
+from pydantic import FailFast
 from tinker import types as wire
 from tinker.proto import tinker_public_pb2 as pb
+from typing_extensions import TypeAliasType
 
+from losses.types import Loss
 from rl.tinker.types import (
     MAX_SEQ_ID,
     BaseModel,
     Datum,
     InvalidRequestError,
-    Limits,
     SampleOutput,
     SampleRequest,
     check_range,
 )
-from rl.tinker.wire.datums import check_ids
+from rl.tinker.wire.datums import WireLoss, WireSamples, check_ids, find_loss, wire_samples
 from rl.types import SamplingParams
 
 PROTOBUF = "application/x-protobuf"
 """Content type of bodies and results that have tensors."""
 DTYPES: dict[int, np.dtype] = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
+MAX_DATA = 16_384
+"""Most data of a request: an empty one has two bytes in a body, and 1,000 decoded."""
+MAX_VALUES = 32 * 2**20
+"""Most numbers in the tensors of a request, once the sparse ones are dense."""
+MAX_SAMPLES = 1024
+"""Most samples of a request."""
 MAX_TOP_VALUES = 8_000_000
 """Most values of a prompt's top-k table."""
 UNSUPPORTED = (
@@ -50,10 +61,89 @@ MASKED_LOGPROB = -99999.0
 """Value of an empty cell of a top-k table, whose token id is 0."""
 
 
+# JSON. Each list ends at its first wrong entry: the client's types make an error for each.
+
+
+# Named, because a union asks for hashes, which FailFast does not have.
+_Ints = TypeAliasType("_Ints", Annotated[list[int], FailFast()])
+_Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
+
+
+class _Tokens(wire.EncodedTextChunk):
+    tokens: _Ints
+
+
+class _Prompt(wire.ModelInput):
+    chunks: Annotated[
+        list[_Tokens | wire.ImageAssetPointerChunk | wire.ImageChunk | wire.DmelChunk], FailFast()
+    ]
+
+
+class _SamplingParams(wire.SamplingParams):
+    stop: str | _Texts | _Ints | None = None
+
+
+class SampleBody(wire.SampleRequest):
+    prompt: _Prompt
+    sampling_params: _SamplingParams
+    target_prompt_logprobs: Any = None
+
+
+class CreateSessionBody(wire.CreateSessionRequest):
+    tags: Annotated[list[str], FailFast()]
+
+
+# Training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardBackwardBody:
+    model_id: str
+    seq_id: int
+    backward: bool
+    content: tuple[Loss, WireLoss, WireSamples] | InvalidRequestError
+    """Loss and samples, or the reason why they are refused."""
+    num_bytes: int
+    """Bytes of the body or, if they are more, of its samples."""
+
+
+def read_forward_backward(body: bytes, *, base: BaseModel) -> ForwardBackwardBody:
+    """Decode a body; raise InvalidRequestError if it is no message."""
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError:
+        raise InvalidRequestError(
+            f"body: {len(body)} bytes that are no ForwardBackwardRequest"
+        ) from None
+    content: tuple[Loss, WireLoss, WireSamples] | InvalidRequestError
+    num_bytes = len(body)
+    try:
+        loss = find_loss(message.loss_fn)
+        built = loss.build(loss_settings(message))
+        data = decode_data(message, max_values=MAX_VALUES)
+        content = built, loss, wire_samples(data, loss, base)
+        num_bytes = max(num_bytes, content[2].num_bytes)
+    except InvalidRequestError as error:
+        content = error
+    return ForwardBackwardBody(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        backward=not message.forward_only,
+        content=content,
+        num_bytes=num_bytes,
+    )
+
+
 def decode_data(message: pb.ForwardBackwardRequest, *, max_values: int) -> tuple[Datum, ...]:
     """Decode a request's data, whose tensors may have `max_values` numbers together once they are
     dense.
     """
+    if len(message.data) > MAX_DATA:
+        raise InvalidRequestError(
+            f"data: has {len(message.data)} entries, more than the allowed {MAX_DATA}; send fewer "
+            "at once"
+        )
     data, num_values = [], 0
     for i, datum in enumerate(message.data):
         inputs = {}
@@ -208,7 +298,7 @@ def _bytes(array: np.ndarray, dtype: str) -> bytes:
 # Samples
 
 
-def checked_request(body: wire.SampleRequest, base: BaseModel, limits: Limits) -> SampleRequest:
+def checked_request(body: wire.SampleRequest, base: BaseModel) -> SampleRequest:
     """Translate a request, with its defaults filled in; raise InvalidRequestError, which names the
     field.
     """
@@ -217,7 +307,7 @@ def checked_request(body: wire.SampleRequest, base: BaseModel, limits: Limits) -
             raise InvalidRequestError(f"{name}: {value!a:.80} is not supported; leave it out")
     params = body.sampling_params
     prompt = _prompt(body, base)
-    _check_ranges(body, prompt.size, base, limits)
+    _check_ranges(body, prompt.size, base)
     stop: Sequence[str | int] = base.stop_token_ids
     if params.stop is not None:
         stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
@@ -264,15 +354,13 @@ def _prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
-def _check_ranges(
-    body: wire.SampleRequest, num_tokens: int, base: BaseModel, limits: Limits
-) -> None:
+def _check_ranges(body: wire.SampleRequest, num_tokens: int, base: BaseModel) -> None:
     params, coldest = body.sampling_params, base.min_temperature
     most_top = (
         min(base.vocab_size, MAX_TOP_VALUES // num_tokens) if base.topk_prompt_logprobs else 0
     )
     for name, value, lowest, highest in (
-        ("num_samples", body.num_samples, 1, limits.samples_per_request),
+        ("num_samples", body.num_samples, 1, MAX_SAMPLES),
         ("topk_prompt_logprobs", body.topk_prompt_logprobs, 0, most_top),
         ("sampling_params.max_tokens", params.max_tokens, 1, math.inf),
         (
