@@ -21,7 +21,7 @@ from rl.tinker.service.futures import SMALL_BYTES, Result, encoded
 from rl.tinker.service.parts import Parts
 from rl.tinker.service.sessions import KEPT, Session
 from rl.tinker.service.storage import Stored
-from rl.tinker.service.streams import Model
+from rl.tinker.service.streams import ModelStream
 from rl.tinker.types import (
     Future,
     GoneError,
@@ -70,7 +70,7 @@ class OpenWeights:
         self._open: dict[str, Weights] = {}
         """Weights by key, least recently used first."""
 
-    async def publish(self, model: Model) -> Weights:
+    async def publish(self, model: ModelStream) -> Weights:
         """Snapshot a model's weights.
 
         Raises:
@@ -294,7 +294,7 @@ class SamplingSessions:
         number = check_seq_id("sampling_session_seq_id", sampling_session_seq_id, first=0)
         return f"{session.session_id}:sample:{number}"
 
-    async def publish(self, model: Model, *, session: Session, new_id: str) -> None:
+    async def publish(self, model: ModelStream, *, session: Session, new_id: str) -> None:
         """Open a sampling session of a model's weights as they are now, in the model's session."""
         taken = f"sampling_session_seq_id: there is a sampling session {new_id} already"
         if new_id in self._sources_of(session):

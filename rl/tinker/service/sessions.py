@@ -14,7 +14,7 @@ from fastapi import Body
 from tinker import types as wire
 from tinker.types.session_status import ClientSessionFinishReason
 
-from rl.tinker.service.streams import Model
+from rl.tinker.service.streams import ModelStream
 from rl.tinker.types import SESSION, GoneError, Id, LimitReachedError, Limits, NotFoundError, Owner
 from rl.tinker.wire.codec import CreateSessionBody
 
@@ -30,7 +30,7 @@ ended, of one owner.
 class Session:
     session_id: str
     owner: str
-    models: dict[str, Model] = field(default_factory=dict)
+    models: dict[str, ModelStream] = field(default_factory=dict)
     """Models by id, also the last `KEPT` that have ended; none once the session and their tasks
     have.
     """
@@ -117,11 +117,11 @@ class Sessions:
         if not session.ended:
             self._keep_alive(session)
 
-    def models(self, owner: str) -> dict[str, Model]:
+    def models(self, owner: str) -> dict[str, ModelStream]:
         """Return an owner's models in memory by id, oldest first."""
         return {model.model_id: model for model in self.all_models() if model.owner == owner}
 
-    def all_models(self) -> list[Model]:
+    def all_models(self) -> list[ModelStream]:
         """Return the models of all owners that are in memory, oldest first."""
         models = (model for session in self._sessions.values() for model in session.models.values())
         return [model for model in models if model.in_memory]

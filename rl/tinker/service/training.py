@@ -18,7 +18,7 @@ from rl.tinker.service.parts import Parts
 from rl.tinker.service.sampling import SamplingSessions
 from rl.tinker.service.sessions import KEPT
 from rl.tinker.service.storage import CheckpointKind, RunRecord, Stored, check_name, checkpoint_path
-from rl.tinker.service.streams import Model, Work
+from rl.tinker.service.streams import ModelStream
 from rl.tinker.types import (
     Future,
     GoneError,
@@ -37,7 +37,7 @@ from rl.tinker.wire.codec import (
     encode_forward_backward,
     read_forward_backward,
 )
-from rl.tinker.wire.datums import metrics_of, optim_params
+from rl.tinker.wire.datums import optim_params
 
 _EITHER = (
     "load_weights: must have either session_id and model_seq_id, for a new model, or model_id and "
@@ -48,9 +48,9 @@ _EITHER = (
 class TrainingCalls:
     """Calls about models in training.
 
-    A repeated (model_id, seq_id) is the same request and is done once, whatever the repetition
-    says. Seq ids count from 1. A request refused as invalid uses up its seq id, so that later ones
-    do not wait for it; one refused with BusyError does not.
+    Each finds its model's stream, checks the request, and submits the work that the stream does in
+    its turn. Seq ids count from 1. A request refused as invalid uses up its seq id, so that later
+    ones do not wait for it; one refused with BusyError does not.
     """
 
     def __init__(self, parts: Parts, *, sampling: SamplingSessions) -> None:
@@ -77,35 +77,37 @@ class TrainingCalls:
             return self._create_model(body, owner)
         if body.model_id is None:
             raise InvalidRequestError(_EITHER)
+        stream = self._find_stream(body.model_id, owner)
+        try:
+            stored = self._check_load(body, stream)
+        except (InvalidRequestError, NotFoundError) as error:
+            return stream.refuse(body.seq_id, error)
 
-        def check(model: Model) -> Work:
-            if (
-                body.session_id is not None
-                or body.model_seq_id is not None
-                or body.base_model is not None
-            ):
-                raise InvalidRequestError(_EITHER)
-            stored = self._find_state(body, owner)
-            if _seedless(stored.record.settings) != _seedless(model.settings):
-                raise InvalidRequestError(
-                    f"path={body.path}: has the weights of a model with {stored.record.settings}, "
-                    f"but {body.model_id} has {model.settings}"
+        async def load() -> Answer:
+            async with self._backend.trainer(owner) as trainer:
+                await trainer.load_model(
+                    stream.model_id, str(stored.data), optimizer=body.optimizer
                 )
+            stream.failed.clear()
+            return wire.LoadWeightsResponse(path=body.path, model_id=stream.model_id)
 
-            async def load() -> Answer:
-                async with self._backend.trainer(owner) as trainer:
-                    await trainer.load_model(
-                        model.model_id, str(stored.data), optimizer=body.optimizer
-                    )
-                model.failed.clear()
-                return wire.LoadWeightsResponse(path=body.path, model_id=model.model_id)
+        return stream.submit(body.seq_id, load)
 
-            return Work(load)
-
-        return self._submit(body.model_id, body.seq_id, check, owner=owner)
+    def _check_load(self, body: wire.LoadWeightsRequest, stream: ModelStream) -> Stored:
+        """Return the checkpoint to load into an existing model."""
+        new_model = (body.session_id, body.model_seq_id, body.base_model)
+        if any(value is not None for value in new_model):
+            raise InvalidRequestError(_EITHER)
+        stored = self._find_state(body, stream.owner)
+        if _drop_seed(stored.record.settings) != _drop_seed(stream.settings):
+            raise InvalidRequestError(
+                f"path={body.path}: has the weights of a model with {stored.record.settings}, "
+                f"but {stream.model_id} has {stream.settings}"
+            )
+        return stored
 
     async def get_info(self, body: wire.GetInfoRequest, *, owner: Owner) -> wire.GetInfoResponse:
-        model = self.live(body.model_id, owner)
+        model = self.find_live(body.model_id, owner)
         base, lora = self._backend.base_model, model.settings.lora
         return wire.GetInfoResponse(
             model_id=model.model_id,
@@ -117,14 +119,19 @@ class TrainingCalls:
             lora_rank=None if lora is None else lora.rank,
         )
 
-    def live(self, model_id: str, owner: str) -> Model:
-        """Return a model that accepts requests, and keep its session alive."""
-        model = self._parts.sessions.live(model_id, owner).models.get(model_id)
-        if model is None:
+    def find_live(self, model_id: str, owner: str) -> ModelStream:
+        """Return the stream of a model that accepts requests, and keep its session alive."""
+        stream = self._find_stream(model_id, owner)
+        if stream.ended is not None:
+            raise GoneError(stream.gone)
+        return stream
+
+    def _find_stream(self, model_id: str, owner: str) -> ModelStream:
+        """Return a model's stream, which may have ended, and keep its session alive."""
+        stream = self._parts.sessions.live(model_id, owner).models.get(model_id)
+        if stream is None:
             raise NotFoundError(f"there is no model {model_id!r:.100}")
-        if model.ended is not None:
-            raise GoneError(f"model {model_id} is no longer there: {model.ended}")
-        return model
+        return stream
 
     def _create_model(
         self, body: wire.CreateModelRequest | wire.LoadWeightsRequest, owner: str
@@ -166,7 +173,7 @@ class TrainingCalls:
         ended = [i for i, one in session.models.items() if not one.in_memory]
         for i in ended[:-KEPT]:
             del session.models[i]
-        model = session.models[model_id] = Model(
+        model = session.models[model_id] = ModelStream(
             record,
             backend=self._backend,
             futures=self._futures,
@@ -184,7 +191,7 @@ class TrainingCalls:
                 await trainer.load_model(model_id, str(stored.data), optimizer=body.optimizer)
             return wire.LoadWeightsResponse(path=body.path, model_id=model_id)
 
-        model.submit(0, request, Work(create))
+        model.start(request, create)
         return future
 
     def _check_room(self, settings: ModelSettings, owner: str) -> None:
@@ -211,132 +218,120 @@ class TrainingCalls:
 
     async def forward_backward(self, body: ForwardBackwardBody, *, owner: Owner) -> Future:
         """Add to the gradient; if this fails, so does the next `optim_step`."""
+        stream = self._find_stream(body.model_id, owner)
+        content = body.content
+        if isinstance(content, InvalidRequestError):
+            return stream.refuse(body.seq_id, content, adds_gradient=body.backward)
 
-        def check(model: Model) -> Work:
-            if isinstance(body.content, InvalidRequestError):
-                raise body.content
-            built, loss, samples = body.content
+        async def run() -> Answer:
+            samples = content.samples.samples
+            async with self._backend.trainer(owner) as trainer:
+                if body.backward:
+                    result = await trainer.forward_backward(
+                        samples,
+                        loss=content.loss,
+                        return_logprobs=True,
+                        model_id=stream.model_id,
+                    )
+                else:
+                    result = await trainer.forward(
+                        samples, loss=content.loss, model_id=stream.model_id
+                    )
+            message = partial(encode_forward_backward, content, result)
+            num_bytes = sum(values.nbytes for values in result.logprobs or ())
+            return await encoded(message, num_bytes=num_bytes)
 
-            async def compute() -> Answer:
-                async with self._backend.trainer(owner) as trainer:
-                    if body.backward:
-                        result = await trainer.forward_backward(
-                            samples.samples,
-                            loss=built,
-                            return_logprobs=True,
-                            model_id=model.model_id,
-                        )
-                    else:
-                        result = await trainer.forward(
-                            samples.samples, loss=built, model_id=model.model_id
-                        )
-                assert result.logprobs is not None
-                logprobs, metrics = samples.logprobs(result.logprobs), metrics_of(result, loss)
-                num_bytes = sum(values.nbytes for values in logprobs)
-                return await encoded(
-                    partial(encode_forward_backward, logprobs, metrics), num_bytes=num_bytes
-                )
-
-            return Work(compute, body.num_bytes)
-
-        return self._submit(body.model_id, body.seq_id, check, owner=owner, adds=body.backward)
+        return stream.submit(
+            body.seq_id, run, num_bytes=body.num_bytes, adds_gradient=body.backward
+        )
 
     async def optim_step(self, body: wire.OptimStepRequest, *, owner: Owner) -> Future:
-        def check(model: Model) -> Work:
-            if not isinstance(body.optim_params, wire.AdamParams):
-                raise InvalidRequestError(
-                    "optimizer_params: this server has Adam only; give adam_params"
-                )
-            settings = optim_params(body.optim_params)
+        """Step with the accumulated gradient; without one, with zeros."""
+        stream = self._find_stream(body.model_id, owner)
+        try:
+            params = optim_params(body.optim_params)
+        except InvalidRequestError as error:
+            return stream.refuse(body.seq_id, error)
 
-            async def step() -> Answer:
-                async with self._backend.trainer(owner) as trainer:
-                    if failed := ", ".join(map(str, model.failed)):
-                        model.failed.clear()
-                        await trainer.drop_gradient(model_id=model.model_id)
-                        raise InvalidRequestError(
-                            f"optim_step: forward_backward with seq_id {failed} failed, so the "
-                            "gradient would be that of part of a batch. It is dropped and the "
-                            "weights stay as they were: send the whole batch again, or without the "
-                            "data that failed"
-                        )
-                    # The API steps without a gradient too, with zeros.
-                    result = await trainer.optim_step(
-                        settings, allow_empty=True, model_id=model.model_id
+        async def step() -> Answer:
+            async with self._backend.trainer(owner) as trainer:
+                if failed := ", ".join(map(str, stream.failed)):
+                    stream.failed.clear()
+                    await trainer.drop_gradient(model_id=stream.model_id)
+                    raise InvalidRequestError(
+                        f"optim_step: forward_backward with seq_id {failed} failed, so the "
+                        "gradient would be that of part of a batch. It is dropped and the "
+                        "weights stay as they were: send the whole batch again, or without the "
+                        "data that failed"
                     )
-                return wire.OptimStepResponse(metrics={"grad_norm:mean": result.grad_norm})
+                # The API steps without a gradient too, with zeros.
+                result = await trainer.optim_step(
+                    params, allow_empty=True, model_id=stream.model_id
+                )
+            return wire.OptimStepResponse(metrics={"grad_norm:mean": result.grad_norm})
 
-            return Work(step)
-
-        return self._submit(body.model_id, body.seq_id, check, owner=owner)
+        return stream.submit(body.seq_id, step)
 
     # Checkpoints
 
     async def save_weights(self, body: wire.SaveWeightsRequest, *, owner: Owner) -> Future:
         """Save weights and optimizer state; without a name, under the seq id."""
-
-        def check(model: Model) -> Work:
-            name = f"{body.seq_id:06d}" if body.path is None else body.path
-            answer = partial(wire.SaveWeightsResponse, type="save_weights")
-            return self._saving(model, "training", name, body, answer, overwrite=body.overwrite)
-
-        return self._submit(body.model_id, body.seq_id, check, owner=owner)
+        stream = self._find_stream(body.model_id, owner)
+        name = f"{body.seq_id or 0:06d}" if body.path is None else body.path
+        answer = partial(wire.SaveWeightsResponse, type="save_weights")
+        return self._save(stream, "training", name, body, answer, overwrite=body.overwrite)
 
     async def save_weights_for_sampler(
         self, body: wire.SaveWeightsForSamplerRequest, *, owner: Owner
     ) -> Future:
         """Save weights to sample from under `path`, replacing what has it; or, with
         `sampling_session_seq_id` in its place, publish them in memory as a sampling session."""
+        stream = self._find_stream(body.model_id, owner)
+        answer = partial(
+            wire.SaveWeightsForSamplerResponseInternal, type="save_weights_for_sampler"
+        )
+        session = self._parts.sessions.live(stream.model_id, owner)
+        number = body.sampling_session_seq_id
+        try:
+            _check_save_for_sampler(body)
+            new_id = None if number is None else self._sampling.id_of(session, number)
+        except InvalidRequestError as error:
+            return stream.refuse(body.seq_id, error)
+        if new_id is None:
+            return self._save(stream, "sampler", str(body.path), body, answer, overwrite=True)
 
-        def check(model: Model) -> Work:
-            number = body.sampling_session_seq_id
-            answer = partial(
-                wire.SaveWeightsForSamplerResponseInternal, type="save_weights_for_sampler"
-            )
-            if body.kind != "snapshot":
-                raise InvalidRequestError(
-                    f"kind: {body.kind!a}, must be 'snapshot': the weights of a sampler never "
-                    "change here"
-                )
-            if (body.path is None) == (number is None):
-                raise InvalidRequestError(
-                    f"path={body.path!r}, sampling_session_seq_id={number!r}: give one of them"
-                )
-            if body.path is not None:
-                return self._saving(model, "sampler", body.path, body, answer, overwrite=True)
-            session = self._parts.sessions.live(model.model_id, owner)
-            new_id = self._sampling.id_of(session, number)
+        async def snapshot() -> Answer:
+            await self._sampling.publish(stream, session=session, new_id=new_id)
+            return answer(sampling_session_id=new_id)
 
-            async def snapshot() -> Answer:
-                await self._sampling.publish(model, session=session, new_id=new_id)
-                return answer(sampling_session_id=new_id)
+        return stream.submit(body.seq_id, snapshot)
 
-            return Work(snapshot)
-
-        return self._submit(body.model_id, body.seq_id, check, owner=owner)
-
-    def _saving(
+    def _save(
         self,
-        model: Model,
+        stream: ModelStream,
         kind: CheckpointKind,
         name: str,
         body: wire.SaveWeightsRequest | wire.SaveWeightsForSamplerRequest,
         answer: Callable[..., Answer],
         *,
         overwrite: bool,
-    ) -> Work:
-        check_name(name)
-        check_ttl(body.ttl_seconds)
-        check_metadata(body.user_metadata)
-        path = checkpoint_path(model.model_id, kind, name)
+    ) -> Future:
+        """Submit a save under a name, whose answer is `answer(path=...)`."""
+        try:
+            check_name(name)
+            check_ttl(body.ttl_seconds)
+            check_metadata(body.user_metadata)
+        except InvalidRequestError as error:
+            return stream.refuse(body.seq_id, error)
+        path = checkpoint_path(stream.model_id, kind, name)
 
         async def write(folder: Path) -> None:
-            async with self._backend.trainer(model.owner) as trainer:
-                await trainer.save_model(model.model_id, str(folder), optimizer=kind == "training")
+            async with self._backend.trainer(stream.owner) as trainer:
+                await trainer.save_model(stream.model_id, str(folder), optimizer=kind == "training")
 
         async def save() -> Answer:
             await self._parts.storage.save(
-                model.record,
+                stream.record,
                 path,
                 write,
                 overwrite=overwrite,
@@ -345,7 +340,7 @@ class TrainingCalls:
             )
             return answer(path=path.tinker_path)
 
-        return Work(save)
+        return stream.submit(body.seq_id, save)
 
     def _find_state(self, body: wire.LoadWeightsRequest, owner: str) -> Stored:
         _check_optimizer(body.optimizer_config)
@@ -357,58 +352,25 @@ class TrainingCalls:
             body.path, "training", owner, base_model=body.base_model
         )
 
-    # Submission
-
-    def _submit(
-        self,
-        model_id: str,
-        seq_id: int | None,
-        check: Callable[[Model], Work],
-        *,
-        owner: str,
-        adds: bool = False,
-    ) -> Future:
-        """Give a request to its model; `check` validates it and returns its work."""
-        self._parts.sessions.live(model_id, owner)
-        number = check_seq_id("seq_id", seq_id, first=1)
-        future = Future(request_id=f"{model_id}:{number}", model_id=model_id)
-        if future.request_id in self._futures:
-            return future
-        model = self.live(model_id, owner)
-        if model.has_passed(number):
-            return future
-
-        refusal = None
-        try:
-            work = check(model)
-        except (InvalidRequestError, NotFoundError) as error:
-            # Its place in the stream waits and counts like any other, without the request's data.
-            refusal, work = error, _refused(str(error))
-        request = self._futures.begin(
-            future.request_id,
-            owner=owner,
-            num_bytes=work.num_bytes,
-            unblocks=model.unblocks(number),
-        )
-        model.submit(number, request, work, adds=adds)
-        if refusal is not None:
-            raise refusal
-        return future
-
-
-def _refused(text: str) -> Work:
-    async def refuse() -> Answer:
-        raise InvalidRequestError(text)
-
-    return Work(refuse)
-
 
 def _check_optimizer(config: wire.OptimizerConfig | None) -> None:
     if config is not None and config.type != "adamw":
         raise InvalidRequestError(f"optimizer_config.type: {config.type!a:.100}, must be 'adamw'")
 
 
-def _seedless(settings: ModelSettings) -> ModelSettings:
+def _check_save_for_sampler(body: wire.SaveWeightsForSamplerRequest) -> None:
+    if body.kind != "snapshot":
+        raise InvalidRequestError(
+            f"kind: {body.kind!a}, must be 'snapshot': the weights of a sampler never change here"
+        )
+    number = body.sampling_session_seq_id
+    if (body.path is None) == (number is None):
+        raise InvalidRequestError(
+            f"path={body.path!r}, sampling_session_seq_id={number!r}: give one of them"
+        )
+
+
+def _drop_seed(settings: ModelSettings) -> ModelSettings:
     lora = settings.lora
     return (
         settings if lora is None else replace(settings, lora=lora.model_copy(update={"seed": None}))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import secrets
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -33,8 +33,15 @@ from rl.tinker.types import (
     SampleRequest,
     check_range,
 )
-from rl.tinker.wire.datums import WireLoss, WireSamples, check_ids, find_loss, wire_samples
-from rl.types import SamplingParams
+from rl.tinker.wire.datums import (
+    WireLoss,
+    WireSamples,
+    check_ids,
+    find_loss,
+    metrics_of,
+    wire_samples,
+)
+from rl.types import ForwardBackwardResult, SamplingParams
 
 PROTOBUF = "application/x-protobuf"
 """Content type of bodies and results that have tensors."""
@@ -97,11 +104,20 @@ class CreateSessionBody(wire.CreateSessionRequest):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardBackwardContent:
+    loss: Loss
+    wire_loss: WireLoss
+    samples: WireSamples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackwardBody:
+    """A decoded body, whose data may be invalid although the body is a message."""
+
     model_id: str
     seq_id: int
     backward: bool
-    content: tuple[Loss, WireLoss, WireSamples] | InvalidRequestError
+    content: ForwardBackwardContent | InvalidRequestError
     """Loss and samples, or the reason why they are refused."""
     num_bytes: int
     """Bytes of the body or, if they are more, of its samples."""
@@ -116,14 +132,15 @@ def read_forward_backward(body: bytes, *, base: BaseModel) -> ForwardBackwardBod
         raise InvalidRequestError(
             f"body: {len(body)} bytes that are no ForwardBackwardRequest"
         ) from None
-    content: tuple[Loss, WireLoss, WireSamples] | InvalidRequestError
+    content: ForwardBackwardContent | InvalidRequestError
     num_bytes = len(body)
     try:
-        loss = find_loss(message.loss_fn)
-        built = loss.build(loss_settings(message))
+        wire_loss = find_loss(message.loss_fn)
+        loss = wire_loss.build(loss_settings(message))
         data = decode_data(message, max_values=MAX_VALUES)
-        content = built, loss, wire_samples(data, loss, base)
-        num_bytes = max(num_bytes, content[2].num_bytes)
+        samples = wire_samples(data, wire_loss, base)
+        content = ForwardBackwardContent(loss=loss, wire_loss=wire_loss, samples=samples)
+        num_bytes = max(num_bytes, samples.num_bytes)
     except InvalidRequestError as error:
         content = error
     return ForwardBackwardBody(
@@ -255,11 +272,13 @@ def _dense(csr: pb.SparseCsr, *, dtype: np.dtype, shape: tuple[int, ...], where:
 
 
 def encode_forward_backward(
-    logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]
+    content: ForwardBackwardContent, result: ForwardBackwardResult
 ) -> pb.ForwardBackwardOutput:
-    """Encode each datum's [N] or [N, K] logprobs."""
-    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
-    for array in logprobs:
+    """Encode the metrics, and each datum's [N] or [N, K] logprobs."""
+    assert result.logprobs is not None
+    metrics = metrics_of(result, content.wire_loss)
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
+    for array in content.samples.logprobs(result.logprobs):
         tensor = message.loss_fn_outputs.add(num_datums=1).fields["logprobs"]
         tensor.data, tensor.dtype = _bytes(array, "<f4"), pb.DTYPE_FLOAT32
         tensor.offsets = np.array([0, len(tensor.data)], "<i8").tobytes()

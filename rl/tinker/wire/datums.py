@@ -129,7 +129,10 @@ def metrics_of(result: ForwardBackwardResult, loss: WireLoss) -> dict[str, float
     return metrics
 
 
-def optim_params(params: wire.AdamParams) -> OptimParams:
+def optim_params(params: object) -> OptimParams:
+    """Translate a step's settings; raise InvalidRequestError unless they are valid ones of Adam."""
+    if not isinstance(params, wire.AdamParams):
+        raise InvalidRequestError("optimizer_params: this server has Adam only; give adam_params")
     for name, lowest, highest in (
         ("learning_rate", 0.0, MAX_FLOAT),
         ("beta1", 0.0, BELOW_1),
