@@ -70,15 +70,15 @@ class Keys:
                 raise ValueError(
                     f"API key {number}: must be 'tml-' and 16 or more printable ASCII characters"
                 )
-        self._owners = frozenset(_owner(key.encode()) for key in keys)
+        self._owners = frozenset(_hash_owner(key.encode()) for key in keys)
 
     @property
     def configured(self) -> bool:
         return self._owners is not None
 
-    def owner(self, key: bytes) -> str | None:
+    def find_owner(self, key: bytes) -> str | None:
         """Return a key's owner, or None if the key may not call."""
-        owner = _owner(key)
+        owner = _hash_owner(key)
         may_call = bool(key) if self._owners is None else owner in self._owners
         return owner if may_call else None
 
@@ -101,7 +101,7 @@ def read_keys(file: str | None) -> Keys:
         raise ValueError(f"keys_file={file!r}: {error}") from None
 
 
-def _owner(key: bytes) -> str:
+def _hash_owner(key: bytes) -> str:
     digest = hashlib.sha256(key).hexdigest()
     return hashlib.sha256(f"owner of training runs\0{digest}".encode()).hexdigest()
 
@@ -174,8 +174,8 @@ class AccessGuard:
             await refused.response(scope, receive, send)
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
-        owner = scope.setdefault("state", {})["owner"] = self._owner(scope)
-        most = self._most_bytes(scope)
+        owner = scope.setdefault("state", {})["owner"] = self._check_key(scope)
+        most = self._limit_bytes(scope)
         if not self._requests.take(owner, 1):
             raise _RefusedError(429, "this key has its share of requests in progress; wait")
         body = bytearray()
@@ -187,37 +187,37 @@ class AccessGuard:
                 raise _RefusedError(
                     408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
                 ) from None
-            await self._app(scope, _replayed(bytes(body), receive), send)
+            await self._app(scope, _replay(bytes(body), receive), send)
         finally:
             self._bytes.give_back(owner, len(body))
             self._requests.give_back(owner, 1)
 
     def _check_host(self, scope: Scope) -> None:
         host = Headers(scope=scope).get("host", "")
-        if self._hosts is not None and _without_port(host) not in self._hosts:
+        if self._hosts is not None and _strip_port(host) not in self._hosts:
             raise _RefusedError(
                 421, f"Host: {host[:256]!a}, must be one of {', '.join(sorted(self._hosts))}"
             )
 
-    def _owner(self, scope: Scope) -> str:
+    def _check_key(self, scope: Scope) -> str:
         headers = Headers(scope=scope)
         text, where = headers.get(KEY_HEADER, ""), KEY_HEADER
         if not text and scope["path"].startswith(COMPATIBLE_PATHS):
             kind, _, text = headers.get("authorization", "").partition(" ")
             text, where = (text if kind.lower() == "bearer" else ""), "Authorization: Bearer"
         key = text.encode("latin-1")
-        owner = self._keys.owner(key) if len(key) <= MAX_LENGTH else None
+        owner = self._keys.find_owner(key) if len(key) <= MAX_LENGTH else None
         if owner is None:
             raise _RefusedError(401, f"{where}: must be an API key that this server knows")
         return owner
 
-    def _most_bytes(self, scope: Scope) -> int:
+    def _limit_bytes(self, scope: Scope) -> int:
         """Return the most bytes that the body may have; refuse one that says that it has more."""
         by_path = {TENSORS_PATH: self._limits.body_bytes, SAMPLE_PATH: JSON_BYTES}
         most = by_path.get(scope["path"], SMALL_BYTES)
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > most:
-            raise _too_large(most)
+            raise _make_size_error(most)
         return most
 
     async def _read(self, body: bytearray, most: int, receive: Receive, *, owner: str) -> None:
@@ -227,7 +227,7 @@ class AccessGuard:
                 raise _RefusedError(400, "the connection ended within the body")
             chunk = message.get("body", b"")
             if len(body) + len(chunk) > most:
-                raise _too_large(most)
+                raise _make_size_error(most)
             if not self._bytes.take(owner, len(chunk)):
                 raise _RefusedError(
                     429,
@@ -244,11 +244,11 @@ def _refuse_body(scope: Scope) -> None:
         raise _RefusedError(413, f"{scope['path']}: takes no body")
 
 
-def _too_large(most: int) -> _RefusedError:
+def _make_size_error(most: int) -> _RefusedError:
     return _RefusedError(413, f"the body is larger than the allowed {most} bytes")
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def _replay(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that gives the whole body, then what follows, such as a disconnect."""
     sent = False
 
@@ -262,7 +262,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _without_port(host: str) -> str:
+def _strip_port(host: str) -> str:
     """Return the name in `name:8000` or `[::1]:8000`."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()

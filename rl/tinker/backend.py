@@ -65,8 +65,12 @@ PROBED_TOKENS = 16
 
 
 class Base(Configurable):
+    """Base model that a backend offers: its folder, its layout, and what clients are told of it."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Source of the model, its name, and the adapters that clients may ask for."""
+
         name: str | None = None
         """Name that clients ask for and open the tokenizer by, such as "Qwen/Qwen3-0.6B"; None: the
         path of its folder, which needs no hub."""
@@ -143,14 +147,14 @@ class Base(Configurable):
             tie_embeddings=self.spec.model.tie_embeddings,
             min_lora_rank=config.min_lora_rank,
             max_lora_rank=config.max_lora_rank,
-            num_parameters=_num_trained(self.spec, None),
-            num_parameters_per_rank=_num_trained(
+            num_parameters=_count_trained(self.spec, None),
+            num_parameters_per_rank=_count_trained(
                 self.spec, LoRA.Config(rank=1, unembedding=has_head)
             ),
         )
 
 
-def _num_trained(spec: ModelSpec, lora: LoRA.Config | None) -> int:
+def _count_trained(spec: ModelSpec, lora: LoRA.Config | None) -> int:
     """Return the number of parameters that a model trains."""
     spec, converters = adapted(replace(spec, batch_invariant=False), lora)
     with torch.device("meta"):
@@ -177,7 +181,7 @@ def _check_room(name: str, context: int, training: TrainingConfig) -> None:
         )
 
 
-def lora_config(lora: wire.LoraConfig, base: BaseModel) -> LoRA.Config:
+def make_lora_config(lora: wire.LoraConfig, base: BaseModel) -> LoRA.Config:
     """Return the adapters of a model; raise InvalidRequestError if they cannot be created."""
     or_all = "" if base.min_lora_rank else ", unless it is 0 to train all parameters"
     check_range(
@@ -312,7 +316,7 @@ class TinkerBackend(Configurable):
     @asynccontextmanager
     async def trainer(self, owner: str = "") -> AsyncIterator[Workers]:
         """Lock calls about models, which never overlap; turn refusals into InvalidRequestError."""
-        async with self._order.held_by(owner), self._refusing() as workers:
+        async with self._order.lock_for(owner), self._translate_errors() as workers:
             yield workers
 
     # Weights to sample from, which never change: versions
@@ -331,12 +335,12 @@ class TinkerBackend(Configurable):
         """Return the version of a folder of `save_model`, or with None that of the base model."""
         async with self.trainer(owner) as workers:
             if folder is not None:
-                return await self._loaded(workers, lora, folder)
+                return await self._load(workers, lora, folder)
             if self._base_version is None:
                 # Fresh adapters change nothing, and need no copy of the base.
                 fresh = wire.LoraConfig(rank=1, seed=0, train_unembed=False)
-                lora = lora_config(fresh, self.base_model)
-                self._base_version = await self._loaded(workers, lora, None)
+                lora = make_lora_config(fresh, self.base_model)
+                self._base_version = await self._load(workers, lora, None)
             return self._base_version
 
     async def forget(self, version: int) -> None:
@@ -348,23 +352,23 @@ class TinkerBackend(Configurable):
         """Answer a request; a cancelled one ends its work at the next token."""
         sampling, top_k = request.sampling, request.topk_prompt_logprobs
         completions, of_prompt = [_EMPTY] * sampling.num_samples, None
-        async with self._refusing() as workers:
+        async with self._translate_errors() as workers:
             in_turn = partial(self._turns.run, version=version, owner=owner)
             if sampling.max_tokens:
                 generate = partial(workers.generate_in_turns, [request.prompt], sampling=sampling)
                 (completions,) = await in_turn(generate, num_sequences=sampling.num_samples)
             if request.prompt_logprobs or top_k:
-                of_prompt = await in_turn(partial(self._prompt_logprobs, workers, request))
+                of_prompt = await in_turn(partial(self._compute_prompt_logprobs, workers, request))
         return SampleOutput(completions=completions, of_prompt=of_prompt)
 
-    async def _prompt_logprobs(
+    async def _compute_prompt_logprobs(
         self, workers: Workers, request: SampleRequest
     ) -> PromptLogprobs | Interrupted[PromptLogprobs]:
         """Return a prompt's logprobs, unless the turn is interrupted before they are begun."""
         interruption = self._num_interruptions
         async with self._reading:
             if self._num_interruptions != interruption:
-                again = partial(self._prompt_logprobs, workers, request)
+                again = partial(self._compute_prompt_logprobs, workers, request)
                 return Interrupted(resume=again, has_advanced=False)
             return await workers.prompt_logprobs(request.prompt, top_k=request.topk_prompt_logprobs)
 
@@ -387,7 +391,7 @@ class TinkerBackend(Configurable):
             )
         return await workers.push(model_id=model_id)
 
-    async def _loaded(self, workers: Workers, lora: LoRA.Config | None, folder: Path | None) -> int:
+    async def _load(self, workers: Workers, lora: LoRA.Config | None, folder: Path | None) -> int:
         """Publish saved weights, or with None fresh ones, by a model that exists only meanwhile."""
         model_id = f"loader {secrets.token_hex(4)}"
         await workers.create_model(model_id, lora)
@@ -399,7 +403,7 @@ class TinkerBackend(Configurable):
             await workers.delete_model(model_id)
 
     @asynccontextmanager
-    async def _refusing(self) -> AsyncIterator[Workers]:
+    async def _translate_errors(self) -> AsyncIterator[Workers]:
         """Turn refusals into InvalidRequestError; after any other RunError nothing works any
         more.
         """

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import faulthandler
 import gc
-import os
 import resource
 import secrets
 import socket
@@ -29,6 +28,7 @@ from rl.config.tree import check_bounds
 from rl.observability.console import print_line
 from rl.tinker.app import make_app
 from rl.tinker.auth import PREFIX, Keys, limit_connections, read_keys
+from rl.tinker.compat import end_by_signal
 from rl.tinker.service.service import Service
 from rl.tinker.types import Limits
 from rl.utils.files import locked_folder
@@ -67,6 +67,8 @@ class TinkerServer(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Backend, address, storage folder, keys and limits of a server."""
+
         description: str = ""
         """One line about what the server serves."""
         backend: Configurable.Config
@@ -112,14 +114,14 @@ class TinkerServer(Configurable):
         """
         config = self._config
         folder = Path(config.storage_folder).expanduser()
-        with locked_storage(folder), listening(config.host, config.port) as listener:
+        with lock_storage(folder), listen(config.host, config.port) as listener:
             backend = config.backend.build()
             service = Service(backend=backend, storage_folder=folder, limits=config.limits)
             if not is_loopback(config.host):
                 _warn(f"{config.host} speaks plain HTTP: put TLS in front of it")
             if not self._keys.configured:
                 _warn(ANY_KEY)
-            raise_open_files()
+            raise_open_files()  # Before the application reads how many connections there may be.
             asyncio.run(self._serve(service, listener, backend))
 
     async def _serve(
@@ -129,7 +131,7 @@ class TinkerServer(Configurable):
             print_line(f"serving the Tinker API at {url}\nbase model: {backend.base_model.name}")
 
         memory = asyncio.create_task(give_back_memory(service))
-        with _stopping_on_signals() as stop:
+        with _stop_on_signals() as stop:
             await serve(
                 service,
                 listener,
@@ -158,8 +160,8 @@ class ServerThread:
         """
         folder = Path(storage_folder).expanduser().absolute()
         self._lock = contextlib.ExitStack()
-        self._lock.enter_context(locked_storage(folder))
-        self.api_key = _kept_key(folder / KEY_FILE)
+        self._lock.enter_context(lock_storage(folder))
+        self.api_key = _read_or_make_key(folder / KEY_FILE)
         self._service = Service(backend=backend, storage_folder=folder)
         self._ready: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="tinker-server", daemon=True)
@@ -177,6 +179,7 @@ class ServerThread:
         ):  # the loop has ended, or never started
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(END_TIMEOUT_S)
+        # A thread that hangs may still write into the folder.
         if not self._thread.is_alive():
             self._lock.close()
 
@@ -189,7 +192,7 @@ class ServerThread:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        with listening("127.0.0.1", 0) as listener:
+        with listen("127.0.0.1", 0) as listener:
             await serve(
                 self._service,
                 listener,
@@ -201,7 +204,7 @@ class ServerThread:
 
 
 @contextlib.contextmanager
-def locked_storage(folder: Path) -> Iterator[None]:
+def lock_storage(folder: Path) -> Iterator[None]:
     """Lock a storage folder, which another process would clean up; make a new one for this user
     only.
     """
@@ -220,7 +223,7 @@ def _warn(text: str) -> None:
     say_error(f"warning: {text}")
 
 
-def _kept_key(file: Path) -> str:
+def _read_or_make_key(file: Path) -> str:
     if not file.exists():
         file.touch(mode=0o600)
         file.write_text(PREFIX + secrets.token_hex(16))
@@ -258,20 +261,22 @@ async def serve(
             timeout_graceful_shutdown=int(DRAIN_TIMEOUT_S),
         )
     )
-    # uvicorn's own handlers would end the process by the signal itself.
+    # uvicorn's own handlers would end the process by the signal itself, and in a thread of a
+    # notebook they cannot be installed.
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
 
     async def run() -> None:
         await service.start()
-        ready(url_of(listener))
+        ready(format_url(listener))
         await server.serve(sockets=[listener])
 
     running, stopping = asyncio.create_task(run()), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        # First, because uvicorn waits for answers in progress: polls for results last 25 s.
         service.stop_waiting()
         server.should_exit = True
-        if not server.started:
+        if not server.started:  # The backend still loads its model, which nobody waits for now.
             running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
@@ -294,7 +299,7 @@ async def give_back_memory(service: Service) -> None:
 
 
 @contextlib.contextmanager
-def _stopping_on_signals() -> Iterator[asyncio.Event]:
+def _stop_on_signals() -> Iterator[asyncio.Event]:
     """Yield an event that the first of `END_SIGNALS` sets.
 
     A process that does not end in time prints its stacks and exits; a second signal ends it at
@@ -306,8 +311,9 @@ def _stopping_on_signals() -> Iterator[asyncio.Event]:
     def handle(number: int) -> None:
         nonlocal is_asked
         if is_asked:
-            os._exit(128 + number)
+            end_by_signal(number)
         is_asked = True
+        # This handler may run between any two lines of the loop's own thread.
         loop.call_soon_threadsafe(stop.set)
         faulthandler.dump_traceback_later(END_TIMEOUT_S, exit=True)
 
@@ -323,7 +329,7 @@ def raise_open_files() -> None:
 
 
 @contextlib.contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
+def listen(host: str, port: int) -> Iterator[socket.socket]:
     """Listen on a socket; raise ValueError if the address is unavailable."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio disables Nagle's algorithm, 40 ms of each answer, only on sockets whose protocol is
@@ -343,6 +349,6 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def url_of(listener: socket.socket) -> str:
+def format_url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -46,7 +46,11 @@ go on.
 
 
 class FairLock:
-    """Lock for which the owners who wait take turns; the requests of one owner come in order."""
+    """Lock for which the owners who wait take turns; the requests of one owner come in order.
+
+    Example:
+        With a1, a2, a3 of owner a waiting, and then b1 of owner b, the order is a1, b1, a2, a3.
+    """
 
     def __init__(self) -> None:
         self._is_held = False
@@ -54,7 +58,7 @@ class FairLock:
         """Requests by owner; the first owner is next, and then goes to the end."""
 
     @asynccontextmanager
-    async def held_by(self, owner: str) -> AsyncIterator[None]:
+    async def lock_for(self, owner: str) -> AsyncIterator[None]:
         if self._is_held:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(owner, deque()).append(turn)
@@ -86,6 +90,8 @@ class FairLock:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Request:
+    """Request that waits for its turn or has it."""
+
     version: int
     owner: str
     num_sequences: int
@@ -169,7 +175,7 @@ class Turns:
         self._join(owner)
         try:
             while True:
-                done = await self._in_turn(request, work)
+                done = await self._wait_and_run(request, work)
                 if not isinstance(done, Interrupted):
                     return done
                 work = done.resume
@@ -181,20 +187,20 @@ class Turns:
             if not self._active[owner]:
                 del self._active[owner]
 
-    async def _in_turn(
+    async def _wait_and_run(
         self, request: _Request, work: Callable[[], Awaitable[T | Interrupted[T]]]
     ) -> T | Interrupted[T]:
         # An interrupted request is older than those that have not started.
         bisect.insort(
             self._waiting.setdefault(request.owner, []), request, key=attrgetter("number")
         )
-        self._look()
+        self._start_ready()
         try:
             await request.started
             return await work()
         finally:
             self._leave(request)
-            self._look()
+            self._start_ready()
 
     # Accounts
 
@@ -232,7 +238,7 @@ class Turns:
 
     # Turns
 
-    def _look(self) -> None:
+    def _start_ready(self) -> None:
         """Start what can start."""
         self._drop_cancelled()
         if self._change is not None or not self._waiting:
@@ -242,7 +248,7 @@ class Turns:
         )
         if is_late := bool(self._running):
             for owner in owners:
-                while (own := self._waiting.get(owner)) and self._fits(own[0]):
+                while (own := self._waiting.get(owner)) and self._has_room(own[0]):
                     self._start(own[0], is_late=is_late)
         else:
             version = self._waiting[owners[0]][0].version
@@ -260,12 +266,12 @@ class Turns:
             # Only here may requests overtake older ones of their owner for other versions.
             for owner in owners:
                 for request in [one for one in self._waiting[owner] if one.version == version]:
-                    if not self._fits(request):
+                    if not self._has_room(request):
                         break
                     self._start(request, is_late=is_late)
-        self._look_at_the_end()
+        self._schedule_end()
 
-    def _fits(self, request: _Request) -> bool:
+    def _has_room(self, request: _Request) -> bool:
         is_alone = not self._num_sequences.keys() - {request.owner}
         most = self._most if is_alone else self._capacity
         return request.version == self._version and self._num_sequences.total() < most
@@ -300,7 +306,7 @@ class Turns:
             for request in list(itertools.takewhile(lambda one: one.started.done(), own)):
                 self._leave(request)
 
-    def _look_at_the_end(self) -> None:
+    def _schedule_end(self) -> None:
         """Look whether to interrupt once the turn has had its time."""
         if not self._running:
             return
@@ -330,7 +336,7 @@ class Turns:
         if is_over or now_s >= self._began_s + LONGEST_TURN_S:
             self._begin_change(self._interrupt_all())
         else:
-            self._look_at_the_end()
+            self._schedule_end()
 
     def _begin_change(self, change: Awaitable[None]) -> None:
         async def run() -> None:
@@ -338,7 +344,7 @@ class Turns:
                 await change
             finally:
                 self._change = None
-                self._look()
+                self._start_ready()
 
         self._change = asyncio.create_task(run(), name="change of turns")
 

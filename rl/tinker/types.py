@@ -110,6 +110,8 @@ class UnsavedError(TinkerError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
+    """Settings that a model is created with, and that its checkpoints must have."""
+
     base_model: str
     lora: wire.LoraConfig | None
     """Adapters; None trains all parameters."""
@@ -141,7 +143,7 @@ class BaseModel:
     topk_prompt_logprobs: bool = True
     """True if the sampler can return the most likely tokens at each position of a prompt."""
 
-    def num_trained(self, lora: wire.LoraConfig | None) -> int:
+    def count_trained(self, lora: wire.LoraConfig | None) -> int:
         """Return the most parameters that a model of these settings trains."""
         return self.num_parameters if lora is None else lora.rank * self.num_parameters_per_rank
 
@@ -172,6 +174,8 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleOutput:
+    """Answer to a `SampleRequest`."""
+
     completions: Sequence[Completion]
     of_prompt: PromptLogprobs | None
     """Logprobs of the prompt, if requested."""
@@ -244,12 +248,12 @@ BELOW_1 = math.nextafter(1.0, 0.0)
 MAX_TTL_S = 10 * 365 * 24 * 3600
 
 
-def _owner(request: Request) -> str:
+def _get_owner(request: Request) -> str:
     owner: str = request.state.owner
     return owner
 
 
-Owner = Annotated[str, Depends(_owner)]
+Owner = Annotated[str, Depends(_get_owner)]
 """Owner of the call's key, whom the guard has found (auth.py)."""
 Id = Annotated[str, Path(min_length=1, max_length=512)]
 Offset = Annotated[int, Query(ge=0, lt=2**31)]

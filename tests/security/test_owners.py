@@ -29,7 +29,7 @@ from rl.tinker.service.futures import (
     SMALL_BYTES,
     Futures,
     PendingRequest,
-    encoded,
+    encode_message,
 )
 from rl.tinker.service.service import Ttl
 from rl.tinker.service.sessions import KEPT
@@ -319,7 +319,7 @@ def test_owners_take_turns_at_the_trainer():
         lock, order = FairLock(), []
 
         async def call(name: str) -> None:
-            async with lock.held_by(name[0]):
+            async with lock.lock_for(name[0]):
                 order.append(name)
                 await asyncio.sleep(1)
 
@@ -329,7 +329,7 @@ def test_owners_take_turns_at_the_trainer():
         await asyncio.sleep(0.5)
         calls[2].cancel()
         await asyncio.wait(calls)
-        async with lock.held_by("d"):
+        async with lock.lock_for("d"):
             return order
 
     assert run_in_virtual_time(main())[0] == ["a1", "a2", "b1", "c1", "a4", "b2"]
@@ -432,7 +432,7 @@ async def test_a_result_is_encoded_once_and_a_large_one_in_a_thread(client):
         return pb.SampleResponse()
 
     for num_bytes in (10, INLINE_BYTES):
-        await encoded(make, num_bytes=num_bytes)
+        await encode_message(make, num_bytes=num_bytes)
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
     request_id = client.sample(client.base_sampler())
     first, again = [await client.service.retrieve(request_id, owner=ME, wait_s=9) for _ in range(2)]
@@ -592,16 +592,17 @@ async def test_lists_of_many_checkpoints_do_not_stop_the_server(tmp_path, monkey
     async with running_service(tmp_path) as client:
         await client.saved(await client.trained(), 3, "a")
         storage = client.service._parts.storage
-        checkpoints = storage.checkpoints
+        checkpoints = storage.list_checkpoints
 
         def slow(*model_ids: str) -> Any:
             time.sleep(0.3)
             return checkpoints(*model_ids)
 
-        monkeypatch.setattr(storage, "checkpoints", slow)
+        monkeypatch.setattr(storage, "list_checkpoints", slow)
         began = time.monotonic()
         lists = [
-            asyncio.create_task(client.runs(name)) for name in ("training_runs", "checkpoints")
+            asyncio.create_task(client.runs(name))
+            for name in ("list_training_runs", "list_checkpoints")
         ]
         await settled()
         assert time.monotonic() - began < 0.3
@@ -680,9 +681,9 @@ async def test_damaged_record_neither_keeps_the_server_from_starting_nor_names_o
     file = tmp_path / model.replace(":", ".") / "weights" / "bad.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     async with running_service(tmp_path) as client:
-        found = await client.runs("checkpoints", offset=0, limit=9)
+        found = await client.runs("list_checkpoints", offset=0, limit=9)
         assert [one.tinker_path for one in found.checkpoints] == [path]
-        (run,) = (await client.runs("training_runs")).training_runs
+        (run,) = (await client.runs("list_training_runs")).training_runs
         assert run.training_run_id == model
 
 
@@ -694,7 +695,7 @@ async def test_a_run_that_names_another_run_shows_none_of_its_checkpoints(tmp_pa
     file = tmp_path / yours.replace(":", ".") / "run.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_id": mine}))
     async with running_service(tmp_path) as client:
-        found = await client.of(YOU).runs("checkpoints", offset=0, limit=9)
+        found = await client.of(YOU).runs("list_checkpoints", offset=0, limit=9)
         assert found.checkpoints == []
 
 

@@ -29,7 +29,7 @@ from rl.tinker.backend import Base
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.service.futures import REQUEST_BYTES
 from rl.tinker.service.service import Service
-from rl.tinker.serving import TinkerServer, listening, locked_storage, serve
+from rl.tinker.serving import TinkerServer, listen, lock_storage, serve
 from rl.tinker.types import Limits
 from rl.tinker.wire.codec import PROTOBUF
 from tests.support.fake_tinker import FakeBackend, message, service_test
@@ -153,7 +153,7 @@ def test_hostile_body_stops_nobody_and_costs_little(server, path, body, kind, st
 
 
 def test_new_storage_folder_is_for_its_user_only(tmp_path):
-    with locked_storage(tmp_path / "storage"):
+    with lock_storage(tmp_path / "storage"):
         assert stat.S_IMODE((tmp_path / "storage").stat().st_mode) == 0o700
 
 
@@ -181,7 +181,7 @@ def fake_service(folder):
 async def served(service):
     """Serve a service, and yield a function that opens a connection."""
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    with listening("127.0.0.1", 0) as listener:
+    with listen("127.0.0.1", 0) as listener:
         running = asyncio.create_task(
             serve(
                 service, listener, keys=Keys([KEY]), hosts=None, stop=stop, ready=ready.set_result
@@ -272,7 +272,7 @@ def test_client_is_told_to_wait_for_no_more_samples_than_its_share_of_connection
     monkeypatch.setattr("rl.tinker.auth.MAX_CONNECTIONS", connections)
     monkeypatch.setattr("resource.getrlimit", lambda which: (10_000, 10_000))
     service = fake_service(tmp_path)
-    config = asyncio.run(service.client_config(cast(Any, None)))
+    config = asyncio.run(service.get_client_config(cast(Any, None)))
     assert config.sample_max_concurrent_requests == samples
 
 

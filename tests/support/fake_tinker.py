@@ -44,7 +44,7 @@ from tests.support.virtual_time import run_in_virtual_time
 
 T = TypeVar("T")
 
-KEYS = {Keys().owner(key.encode()) or "": key for key in ("tml-me", "tml-you")}
+KEYS = {Keys().find_owner(key.encode()) or "": key for key in ("tml-me", "tml-you")}
 """API key of each owner."""
 ME, YOU = KEYS
 DEADLINE_S = 30

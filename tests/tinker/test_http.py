@@ -27,7 +27,7 @@ def write(folder, text, mode=0o600):
 
 def test_each_key_has_an_owner_that_hides_it(tmp_path):
     keys = read_keys(write(tmp_path, f"# for the notebook\n{ALICE}\n\n  {BOB}  # second\n"))
-    alice, bob = (keys.owner(key.encode()) or "" for key in (ALICE, BOB))
+    alice, bob = (keys.find_owner(key.encode()) or "" for key in (ALICE, BOB))
     # Training runs that were saved earlier carry this hash.
     assert alice.startswith("8601cb65ef48")
     assert bob not in ("", alice)
@@ -39,9 +39,9 @@ def test_each_key_has_an_owner_that_hides_it(tmp_path):
         ALICE.encode() + b" ",
         b"\xff\x00",
     )
-    assert [keys.owner(key) for key in unknown] == [None] * 6
-    assert Keys().owner(b"tml-x") != Keys().owner(b"tml-y")
-    assert Keys().owner(b"") is None
+    assert [keys.find_owner(key) for key in unknown] == [None] * 6
+    assert Keys().find_owner(b"tml-x") != Keys().find_owner(b"tml-y")
+    assert Keys().find_owner(b"") is None
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ async def chunks(*parts, ends=True):
 
 
 def test_body_arrives_whole_with_its_owner():
-    assert post(chunks(b"ab", b"c")).text == f"{Keys().owner(ALICE.encode())} abc"
+    assert post(chunks(b"ab", b"c")).text == f"{Keys().find_owner(ALICE.encode())} abc"
 
 
 @pytest.mark.parametrize("key", ["", "tml-other-key-of-somebody", "k" * 5000, "tml-\xff"])
@@ -233,7 +233,7 @@ async def test_error_of_the_server_is_a_500_without_its_text(client):
     def broken(*args, **kwargs):
         raise RuntimeError("a password in a traceback")
 
-    client.service.sessions.live = broken
+    client.service.sessions.find_live = broken
     answer = await client.post("session_heartbeat", {"session_id": "s"})
     assert answer.status_code == 500
     assert answer.json() == {"detail": "an error in the server, which has logged it"}

@@ -14,7 +14,7 @@ from tinker.types import RequestErrorCategory, RequestFailedResponse
 from rl.tinker.service.futures import REQUEST_BYTES, SMALL_BYTES
 from rl.tinker.turns import Turns
 from rl.tinker.types import BusyError, GoneError, InvalidRequestError, NotFoundError
-from rl.tinker.wire.codec import checked_request
+from rl.tinker.wire.codec import check_sample
 from tests.support.fake_tinker import BASE, YOU, prompt, service_test, settled
 
 
@@ -61,7 +61,7 @@ async def test_saved_weights_open_with_a_sample_are_shared_and_close_for_others(
     ids = [client.create_sampler(client.session(), n, model_path=path) for n in range(2)]
     assert "open" not in backend.names()
     assert await asyncio.gather(*map(client.token, ids)) == [-4, -4]
-    assert [client.now(service.sampling.sampler, one).model_path for one in ids] == [path, path]
+    assert [client.now(service.sampling.get_sampler, one).model_path for one in ids] == [path, path]
     assert backend.names().count("open") == 1
     second = await client.saved_sampler(model, 4, "s2")
     other = client.create_sampler(model.partition(":")[0], 0, model_path=second)
@@ -168,13 +168,13 @@ async def test_sources_that_cannot_be_sampled_from_are_refused(client):
 
 def test_call_is_translated_with_its_defaults():
     base = replace(BASE, stop_token_ids=(7,))
-    request = checked_request(prompt(1, 2, 3), base)
+    request = check_sample(prompt(1, 2, 3), base)
     assert (request.sampling.max_tokens, request.sampling.stop_token_ids) == (97, (7,))
     assert request.sampling.seed is not None
-    request = checked_request(prompt(1, max_tokens=5, stop=["a", "b"], seed=3, top_k=0), base)
+    request = check_sample(prompt(1, max_tokens=5, stop=["a", "b"], seed=3, top_k=0), base)
     assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.top_k) == (5, 3, 0)
     assert (request.sampling.stop_token_ids, request.sampling.stop_texts) == ((), ("a", "b"))
-    request = checked_request(prompt(1, temperature=0.5, top_p=0.9, top_k=40, num_samples=3), base)
+    request = check_sample(prompt(1, temperature=0.5, top_p=0.9, top_k=40, num_samples=3), base)
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.num_samples) == (
         0.5,
@@ -182,12 +182,12 @@ def test_call_is_translated_with_its_defaults():
         40,
         3,
     )
-    assert checked_request(prompt(1, top_k=-1), base).sampling.top_k == 0
-    assert checked_request(prompt(1, stop=[]), base).sampling.stop_token_ids == ()
-    full = checked_request(prompt(*range(100), prompt_logprobs=True), base)
+    assert check_sample(prompt(1, top_k=-1), base).sampling.top_k == 0
+    assert check_sample(prompt(1, stop=[]), base).sampling.stop_token_ids == ()
+    full = check_sample(prompt(*range(100), prompt_logprobs=True), base)
     assert full.sampling.max_tokens == 0
     with pytest.raises(InvalidRequestError, match="temperature"):
-        checked_request(prompt(1, temperature=0.001), replace(BASE, min_temperature=0.01))
+        check_sample(prompt(1, temperature=0.001), replace(BASE, min_temperature=0.01))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_call_is_translated_with_its_defaults():
 )
 def test_invalid_field_of_a_sample_is_named(tokens, fields, said):
     with pytest.raises(InvalidRequestError) as error:
-        checked_request(prompt(*tokens, **fields), BASE)
+        check_sample(prompt(*tokens, **fields), BASE)
     assert said in str(error.value)
 
 

@@ -28,8 +28,8 @@ async def test_finished_session_frees_its_models_and_samplers_and_fails_what_wai
         assert (failure.category, "was finished" in failure.error) == ("user", True)
     for call in (
         lambda: client.add(model, 4, 4),
-        lambda: client.service.sessions.live(session, ME),
-        lambda: client.service.sampling.source(sampler, ME),
+        lambda: client.service.sessions.find_live(session, ME),
+        lambda: client.service.sampling.find_source(sampler, ME),
         lambda: client.model(session=session, number=1),
     ):
         with pytest.raises(GoneError):
@@ -47,7 +47,7 @@ async def test_idle_session_ends_and_any_call_keeps_it_alive(client):
     model = client.model()
     session = model.partition(":")[0]
     for call in (
-        lambda: client.service.sessions.live(session, ME),
+        lambda: client.service.sessions.find_live(session, ME),
         lambda: client.service.training.find_live(model, ME),
         lambda: client.add(model, 1, 1),
         lambda: client.now(client.service.retrieve, f"{model}:1", wait_s=0),
@@ -58,7 +58,7 @@ async def test_idle_session_ends_and_any_call_keeps_it_alive(client):
     assert model in client.backend.weights
     await asyncio.sleep(12)
     with pytest.raises(GoneError):
-        client.service.sessions.live(session, ME)
+        client.service.sessions.find_live(session, ME)
     assert client.backend.weights == {}
 
 
@@ -68,23 +68,23 @@ async def test_session_belongs_to_its_owner_alone(client):
     mine = client.session()
     model = client.model(session=mine)
     for call in (
-        lambda: service.sessions.live(mine, YOU),
+        lambda: service.sessions.find_live(mine, YOU),
         lambda: stranger.finish(mine),
         lambda: stranger.model(session=mine, number=1),
         lambda: stranger.add(model, 1, 1),
         lambda: service.training.find_live(model, YOU),
         lambda: stranger.base_sampler(session=mine),
-        lambda: service.sampling.source("nobody", ME),
+        lambda: service.sampling.find_source("nobody", ME),
         lambda: service.training.find_live("nobody:train:0", ME),
-        lambda: service.sessions.live(f"{mine}0", ME),
-        lambda: service.sessions.live("\n", ME),
+        lambda: service.sessions.find_live(f"{mine}0", ME),
+        lambda: service.sessions.find_live("\n", ME),
     ):
         with pytest.raises(NotFoundError, match="there is no"):
             call()
     with pytest.raises(NotFoundError):
         await service.retrieve(f"{model}:0", owner=YOU, wait_s=0)
     with pytest.raises(GoneError, match="its checkpoints are still there"):
-        service.sessions.live("0" * 8 + mine[8:], ME)  # the id of an earlier process
+        service.sessions.find_live("0" * 8 + mine[8:], ME)  # the id of an earlier process
 
 
 @service_test(models=1)
@@ -112,11 +112,11 @@ async def test_limit_on_sessions_holds_per_owner_and_ended_ones_are_forgotten_wi
     third = client.session()
     await asyncio.sleep(59)
     with pytest.raises(GoneError):
-        client.service.sessions.live(first, ME)
+        client.service.sessions.find_live(first, ME)
     await asyncio.sleep(2)
     with pytest.raises(NotFoundError):
-        client.service.sessions.live(first, ME)
-    assert {client.service.sessions.live(one, ME).session_id for one in (second, third)} == {
+        client.service.sessions.find_live(first, ME)
+    assert {client.service.sessions.find_live(one, ME).session_id for one in (second, third)} == {
         second,
         third,
     }

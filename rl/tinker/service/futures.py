@@ -55,7 +55,7 @@ class Result:
 Answer: TypeAlias = Result | pydantic.BaseModel
 
 
-async def encoded(make: Callable[[], Message], *, num_bytes: int) -> Result:
+async def encode_message(make: Callable[[], Message], *, num_bytes: int) -> Result:
     """Make and encode a message of about this size, in a thread unless it is small."""
 
     def encode() -> bytes:
@@ -65,13 +65,15 @@ async def encoded(make: Callable[[], Message], *, num_bytes: int) -> Result:
     return Result(body, PROTOBUF)
 
 
-def _encoded_json(answer: pydantic.BaseModel, error: str | None = None) -> Result:
+def _encode_json(answer: pydantic.BaseModel, error: str | None = None) -> Result:
     # Python's JSON has NaN, as the official client reads it: null would not be a number.
     return Result(json.dumps(answer.model_dump()).encode(), error=error)
 
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
+    """Accepted request, from its submission until its result is dropped."""
+
     request_id: str
     owner: str
     num_bytes: int
@@ -145,7 +147,7 @@ class Futures:
         """Do a request's work; an exception becomes a RequestFailedResponse."""
         try:
             answer = await work()
-            self._finish(request, answer if isinstance(answer, Result) else _encoded_json(answer))
+            self._finish(request, answer if isinstance(answer, Result) else _encode_json(answer))
         except UnsavedError as error:
             log.error("request %s: %s", request.request_id, error)
             self.fail(request, str(error), wire.RequestErrorCategory.Server)
@@ -169,7 +171,7 @@ class Futures:
         if request.result is None:
             error = shortened(error)
             answer = wire.RequestFailedResponse(error=error, category=category)
-            self._finish(request, _encoded_json(answer, error))
+            self._finish(request, _encode_json(answer, error))
 
     def _finish(self, request: PendingRequest, result: Result) -> None:
         """Set a request's result, unless it has one."""
@@ -262,7 +264,7 @@ class Background:
     def start(self, work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work, name=what)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._discard)
         return task
 
     async def close(self, timeout_s: float) -> None:
@@ -279,7 +281,7 @@ class Background:
         for task in self._tasks:
             log.error("%s did not end", task.get_name())
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _discard(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)

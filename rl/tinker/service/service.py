@@ -107,7 +107,7 @@ class Service:
 
     # Calls about the server
 
-    async def client_config(self, body: wire.ClientConfigRequest) -> wire.ClientConfigResponse:
+    async def get_client_config(self, body: wire.ClientConfigRequest) -> wire.ClientConfigResponse:
         default = wire.ClientConfigResponse().sample_max_concurrent_requests
         return wire.ClientConfigResponse(
             # A client waits for each sample on a connection, and a key has half of them; some are
@@ -117,16 +117,16 @@ class Service:
             fwdbwd_max_chunk_bytes_count=CHUNK_BYTES,
         )
 
-    async def dynamic_config(
+    async def get_dynamic_config(
         self, body: wire.ClientConfigRequest
     ) -> wire.ClientDynamicConfigResponse:
         return wire.ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
-    async def telemetry(self, body: dict[str, Any]) -> dict[str, str]:
+    async def discard_telemetry(self, body: dict[str, Any]) -> dict[str, str]:
         """Discard the client's telemetry."""
         return {"status": "accepted"}
 
-    async def capabilities(self) -> wire.GetServerCapabilitiesResponse:
+    async def get_capabilities(self) -> wire.GetServerCapabilitiesResponse:
         base = self._parts.backend.base_model
         model = wire.SupportedModel(
             model_name=base.name,
@@ -145,7 +145,7 @@ class Service:
             NotFoundError: the id was never given to this owner.
             GoneError: the result is no longer kept, or belongs to an earlier process of the server.
         """
-        self.sessions.touch(request_id, owner)
+        self.sessions.keep_alive(request_id, owner)
         return await self._parts.futures.retrieve(request_id, wait_s=wait_s)
 
     async def retrieve_future(self, body: wire.FutureRetrieveRequest, *, owner: Owner) -> Response:
@@ -162,7 +162,7 @@ class Service:
         self, request_id: Annotated[str, Body(embed=True)], *, owner: Owner
     ) -> None:
         """Cancel a sample, whose result becomes a failure unless it has ended."""
-        self.sessions.touch(request_id, owner)
+        self.sessions.keep_alive(request_id, owner)
         self._parts.futures.cancel(request_id)
 
 
@@ -184,39 +184,47 @@ class Runs:
         self._storage = parts.storage
         self._sessions = parts.sessions
 
-    async def training_runs(
+    async def list_training_runs(
         self, *, owner: Owner, limit: Limit = 20, offset: Offset = 0
     ) -> wire.TrainingRunsResponse:
         """Return the runs in memory or with checkpoints."""
-        in_memory = {i: model.record for i, model in self._sessions.models(owner).items()}
+        in_memory = {i: model.record for i, model in self._sessions.list_streams(owner).items()}
 
         def read() -> wire.TrainingRunsResponse:
-            records = {record.model_id: record for record in self._storage.runs(owner)} | in_memory
+            records = {
+                record.model_id: record for record in self._storage.list_runs(owner)
+            } | in_memory
             newest = sorted(records.values(), key=lambda record: record.created_s, reverse=True)
-            some, cursor = _page(newest, offset=offset, limit=limit)
+            some, cursor = _take_page(newest, offset=offset, limit=limit)
             runs = [self._describe(record) for record in some]
             return wire.TrainingRunsResponse(training_runs=runs, cursor=cursor)
 
-        return await self._in_turn(owner, read)
+        return await self._run_in_turn(owner, read)
 
-    async def training_run(self, run_id: Id, *, owner: Owner) -> wire.TrainingRun:
-        return await self._in_turn(owner, partial(self._describe, self._record(run_id, owner)))
+    async def get_training_run(self, run_id: Id, *, owner: Owner) -> wire.TrainingRun:
+        return await self._run_in_turn(owner, partial(self._describe, self._record(run_id, owner)))
 
-    async def checkpoints_of_run(self, run_id: Id, *, owner: Owner) -> wire.CheckpointsListResponse:
-        read = partial(self._storage.checkpoints, self._record(run_id, owner).model_id)
-        found = await self._in_turn(owner, read)
-        return wire.CheckpointsListResponse(checkpoints=[_checkpoint(stored) for stored in found])
+    async def list_checkpoints_of_run(
+        self, run_id: Id, *, owner: Owner
+    ) -> wire.CheckpointsListResponse:
+        read = partial(self._storage.list_checkpoints, self._record(run_id, owner).model_id)
+        found = await self._run_in_turn(owner, read)
+        return wire.CheckpointsListResponse(
+            checkpoints=[_describe_checkpoint(stored) for stored in found]
+        )
 
-    async def checkpoints(
+    async def list_checkpoints(
         self, *, owner: Owner, limit: Limit = 100, offset: Offset = 0
     ) -> wire.CheckpointsListResponse:
         def read() -> list[Stored]:
-            return self._storage.checkpoints(*(run.model_id for run in self._storage.runs(owner)))
+            return self._storage.list_checkpoints(
+                *(run.model_id for run in self._storage.list_runs(owner))
+            )
 
-        newest = await self._in_turn(owner, read)
-        some, cursor = _page(newest, offset=offset, limit=limit)
+        newest = await self._run_in_turn(owner, read)
+        some, cursor = _take_page(newest, offset=offset, limit=limit)
         return wire.CheckpointsListResponse(
-            checkpoints=[_checkpoint(one) for one in some], cursor=cursor
+            checkpoints=[_describe_checkpoint(one) for one in some], cursor=cursor
         )
 
     async def delete_checkpoint(self, run_id: Id, kind: Kind, name: Id, *, owner: Owner) -> None:
@@ -229,7 +237,7 @@ class Runs:
         path = parse_path(f"tinker://{run_id}/{kind}/{name}")
         self._storage.set_expiry(path, owner, body.ttl_seconds)
 
-    async def weights_info(
+    async def get_weights_info(
         self, tinker_path: Annotated[str, Body(embed=True)], *, owner: Owner
     ) -> wire.WeightsInfoResponse:
         """Return the settings that a model must have to load these weights."""
@@ -243,21 +251,21 @@ class Runs:
             **lora,
         )
 
-    async def _in_turn(self, owner: str, read: Callable[[], T]) -> T:
-        async with self._order.held_by(owner):
+    async def _run_in_turn(self, owner: str, read: Callable[[], T]) -> T:
+        async with self._order.lock_for(owner):
             return await asyncio.to_thread(read)
 
     def _record(self, model_id: str, owner: str) -> RunRecord:
-        if (model := self._sessions.models(owner).get(model_id)) is not None:
+        if (model := self._sessions.list_streams(owner).get(model_id)) is not None:
             return model.record
-        record = self._storage.run(model_id, owner)
+        record = self._storage.find_run(model_id, owner)
         if record is None:
             raise NotFoundError(f"there is no training run {model_id!r:.100}")
         return record
 
     def _describe(self, record: RunRecord) -> wire.TrainingRun:
-        found = self._storage.checkpoints(record.model_id)
-        checkpoints = [_checkpoint(stored) for stored in found]
+        found = self._storage.list_checkpoints(record.model_id)
+        checkpoints = [_describe_checkpoint(stored) for stored in found]
         newest = {one.checkpoint_type: one for one in reversed(checkpoints)}
         lora = record.settings.lora
         times_s = [record.created_s, *(stored.record.created_s for stored in found)]
@@ -274,7 +282,7 @@ class Runs:
         )
 
 
-def _checkpoint(stored: Stored) -> wire.Checkpoint:
+def _describe_checkpoint(stored: Stored) -> wire.Checkpoint:
     record, path = stored.record, stored.path
     return wire.Checkpoint(
         checkpoint_id=path.checkpoint_id,
@@ -287,7 +295,7 @@ def _checkpoint(stored: Stored) -> wire.Checkpoint:
     )
 
 
-def _page(items: Sequence[T], *, offset: int, limit: int) -> tuple[Sequence[T], wire.Cursor]:
+def _take_page(items: Sequence[T], *, offset: int, limit: int) -> tuple[Sequence[T], wire.Cursor]:
     cursor = wire.Cursor(offset=offset, limit=limit, total_count=len(items))
     return items[offset : offset + limit], cursor
 

@@ -28,6 +28,8 @@ ended, of one owner.
 
 @dataclass(slots=True, eq=False)
 class Session:
+    """Session of a client, which owns models and samplers."""
+
     session_id: str
     owner: str
     models: dict[str, ModelStream] = field(default_factory=dict)
@@ -74,13 +76,13 @@ class Sessions:
         session_id = f"{self._process}-{secrets.token_hex(8)}"
         session = Session(session_id, owner)
         self._sessions[session_id] = session
-        self._keep_alive(session)
+        self._restart_timer(session)
         return wire.CreateSessionResponse(session_id=session_id)
 
     async def session_heartbeat(
         self, body: wire.SessionHeartbeatRequest, *, owner: Owner
     ) -> wire.SessionHeartbeatResponse:
-        self.live(body.session_id, owner)
+        self.find_live(body.session_id, owner)
         return wire.SessionHeartbeatResponse()
 
     async def finish(
@@ -98,7 +100,7 @@ class Sessions:
 
     # For the other calls
 
-    def live(self, any_id: str, owner: str) -> Session:
+    def find_live(self, any_id: str, owner: str) -> Session:
         """Return the session of a model's, sampler's, request's or its own id, and keep it
         alive.
         """
@@ -108,20 +110,20 @@ class Sessions:
                 f"session {session.session_id} has ended: it was finished, or sent no heartbeat "
                 "for too long"
             )
-        self._keep_alive(session)
+        self._restart_timer(session)
         return session
 
-    def touch(self, any_id: str, owner: str) -> None:
+    def keep_alive(self, any_id: str, owner: str) -> None:
         """Keep a session alive unless it has ended."""
         session = self._find(any_id, owner)
         if not session.ended:
-            self._keep_alive(session)
+            self._restart_timer(session)
 
-    def models(self, owner: str) -> dict[str, ModelStream]:
+    def list_streams(self, owner: str) -> dict[str, ModelStream]:
         """Return an owner's models in memory by id, oldest first."""
-        return {model.model_id: model for model in self.all_models() if model.owner == owner}
+        return {model.model_id: model for model in self.list_all_streams() if model.owner == owner}
 
-    def all_models(self) -> list[ModelStream]:
+    def list_all_streams(self) -> list[ModelStream]:
         """Return the models of all owners that are in memory, oldest first."""
         models = (model for session in self._sessions.values() for model in session.models.values())
         return [model for model in models if model.in_memory]
@@ -143,7 +145,7 @@ class Sessions:
             )
         raise NotFoundError(f"there is no {any_id!r:.100}")
 
-    def _keep_alive(self, session: Session) -> None:
+    def _restart_timer(self, session: Session) -> None:
         if (timeout_s := self._limits.session_timeout_s) is not None:
             if session.silence is not None:
                 session.silence.cancel()

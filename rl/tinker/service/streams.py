@@ -91,7 +91,7 @@ class ModelStream:
     @property
     def num_bytes(self) -> int:
         """Bytes of trained weights, gradient and optimizer state, which are float32."""
-        return 16 * self._backend.base_model.num_trained(self.settings.lora)
+        return 16 * self._backend.base_model.count_trained(self.settings.lora)
 
     @property
     def in_memory(self) -> bool:
@@ -197,7 +197,7 @@ class ModelStream:
     async def _do(self, one: _Waiting) -> None:
         seq_id = self._next
         self._next += 1
-        await self._futures.run(one.request, partial(self._after_gap, one.run))
+        await self._futures.run(one.request, partial(self._run_after_gap, one.run))
         result = one.request.result
         if result is not None and result.error is not None:
             if one.adds_gradient:
@@ -205,7 +205,7 @@ class ModelStream:
             if seq_id == 0:
                 self.end(f"it could not be created: {result.error}")
 
-    async def _after_gap(self, run: Run) -> Answer:
+    async def _run_after_gap(self, run: Run) -> Answer:
         if self._had_gap:
             async with self._backend.trainer(self.owner) as trainer:
                 await trainer.drop_gradient(model_id=self.model_id)

@@ -12,12 +12,12 @@ from weakref import WeakValueDictionary
 from fastapi import Request
 from tinker import types as wire
 
-from rl.tinker.backend import lora_config
-from rl.tinker.service.futures import Answer, encoded
+from rl.tinker.backend import make_lora_config
+from rl.tinker.service.futures import Answer, encode_message
 from rl.tinker.service.parts import Parts
 from rl.tinker.service.sampling import SamplingSessions
 from rl.tinker.service.sessions import KEPT
-from rl.tinker.service.storage import CheckpointKind, RunRecord, Stored, check_name, checkpoint_path
+from rl.tinker.service.storage import CheckpointKind, RunRecord, Stored, check_name, make_path
 from rl.tinker.service.streams import ModelStream
 from rl.tinker.types import (
     Future,
@@ -37,7 +37,7 @@ from rl.tinker.wire.codec import (
     encode_forward_backward,
     read_forward_backward,
 )
-from rl.tinker.wire.datums import optim_params
+from rl.tinker.wire.datums import check_optim_params
 
 _EITHER = (
     "load_weights: must have either session_id and model_seq_id, for a new model, or model_id and "
@@ -128,7 +128,7 @@ class TrainingCalls:
 
     def _find_stream(self, model_id: str, owner: str) -> ModelStream:
         """Return a model's stream, which may have ended, and keep its session alive."""
-        stream = self._parts.sessions.live(model_id, owner).models.get(model_id)
+        stream = self._parts.sessions.find_live(model_id, owner).models.get(model_id)
         if stream is None:
             raise NotFoundError(f"there is no model {model_id!r:.100}")
         return stream
@@ -136,7 +136,7 @@ class TrainingCalls:
     def _create_model(
         self, body: wire.CreateModelRequest | wire.LoadWeightsRequest, owner: str
     ) -> Future:
-        session = self._parts.sessions.live(str(body.session_id), owner)
+        session = self._parts.sessions.find_live(str(body.session_id), owner)
         number = check_seq_id("model_seq_id", body.model_seq_id, first=0)
         model_id = f"{session.session_id}:train:{number}"
         future = Future(request_id=f"{model_id}:0", model_id=model_id)
@@ -160,7 +160,7 @@ class TrainingCalls:
                 f"lora_config.rank=0: must be {base.min_lora_rank} to {base.max_lora_rank}, this "
                 "server trains adapters only"
             )
-        adapters = None if settings.lora is None else lora_config(settings.lora, base)
+        adapters = None if settings.lora is None else make_lora_config(settings.lora, base)
         self._check_room(settings, owner)
         request = self._futures.begin(future.request_id, owner=owner)
         record = RunRecord(
@@ -196,13 +196,13 @@ class TrainingCalls:
 
     def _check_room(self, settings: ModelSettings, owner: str) -> None:
         """Raise LimitReachedError if there is no room for another model."""
-        limits, models = self._parts.limits, self._parts.sessions.all_models()
+        limits, models = self._parts.limits, self._parts.sessions.list_all_streams()
         if sum(one.owner == owner for one in models) >= limits.models:
             raise LimitReachedError(
                 f"limit models: {limits.models} are in memory; finish the session of one"
             )
-        self._sampling.weights.reserve(
-            owner, 16 * self._backend.base_model.num_trained(settings.lora)
+        self._sampling.weights.make_room(
+            owner, 16 * self._backend.base_model.count_trained(settings.lora)
         )
 
     # Steps
@@ -239,7 +239,7 @@ class TrainingCalls:
                     )
             message = partial(encode_forward_backward, content, result)
             num_bytes = sum(values.nbytes for values in result.logprobs or ())
-            return await encoded(message, num_bytes=num_bytes)
+            return await encode_message(message, num_bytes=num_bytes)
 
         return stream.submit(
             body.seq_id, run, num_bytes=body.num_bytes, adds_gradient=body.backward
@@ -249,7 +249,7 @@ class TrainingCalls:
         """Step with the accumulated gradient; without one, with zeros."""
         stream = self._find_stream(body.model_id, owner)
         try:
-            params = optim_params(body.optim_params)
+            params = check_optim_params(body.optim_params)
         except InvalidRequestError as error:
             return stream.refuse(body.seq_id, error)
 
@@ -290,11 +290,11 @@ class TrainingCalls:
         answer = partial(
             wire.SaveWeightsForSamplerResponseInternal, type="save_weights_for_sampler"
         )
-        session = self._parts.sessions.live(stream.model_id, owner)
+        session = self._parts.sessions.find_live(stream.model_id, owner)
         number = body.sampling_session_seq_id
         try:
             _check_save_for_sampler(body)
-            new_id = None if number is None else self._sampling.id_of(session, number)
+            new_id = None if number is None else self._sampling.make_id(session, number)
         except InvalidRequestError as error:
             return stream.refuse(body.seq_id, error)
         if new_id is None:
@@ -323,7 +323,7 @@ class TrainingCalls:
             check_metadata(body.user_metadata)
         except InvalidRequestError as error:
             return stream.refuse(body.seq_id, error)
-        path = checkpoint_path(stream.model_id, kind, name)
+        path = make_path(stream.model_id, kind, name)
 
         async def write(folder: Path) -> None:
             async with self._backend.trainer(stream.owner) as trainer:

@@ -37,9 +37,9 @@ from rl.tinker.wire.datums import (
     WireLoss,
     WireSamples,
     check_ids,
+    collect_metrics,
     find_loss,
-    metrics_of,
-    wire_samples,
+    make_samples,
 )
 from rl.types import ForwardBackwardResult, SamplingParams
 
@@ -136,9 +136,9 @@ def read_forward_backward(body: bytes, *, base: BaseModel) -> ForwardBackwardBod
     num_bytes = len(body)
     try:
         wire_loss = find_loss(message.loss_fn)
-        loss = wire_loss.build(loss_settings(message))
+        loss = wire_loss.build(merge_loss_settings(message))
         data = decode_data(message, max_values=MAX_VALUES)
-        samples = wire_samples(data, wire_loss, base)
+        samples = make_samples(data, wire_loss, base)
         content = ForwardBackwardContent(loss=loss, wire_loss=wire_loss, samples=samples)
         num_bytes = max(num_bytes, samples.num_bytes)
     except InvalidRequestError as error:
@@ -166,19 +166,19 @@ def decode_data(message: pb.ForwardBackwardRequest, *, max_values: int) -> tuple
         inputs = {}
         for name, tensor in datum.loss_fn_inputs.items():
             where = f"data[{i}].loss_fn_inputs[{name!a:.100}]"
-            num_values += _num_values(tensor, most=max_values, where=where)
+            num_values += _count_values(tensor, most=max_values, where=where)
             if num_values > max_values:
                 raise InvalidRequestError(
                     f"{where}: with it the request's tensors have {num_values} values, more than "
                     f"the allowed {max_values}; send fewer data at once"
                 )
-            inputs[name] = _array(tensor, where=where)
-        tokens = _tokens(datum.model_input, where=f"data[{i}].model_input")
+            inputs[name] = _read_array(tensor, where=where)
+        tokens = _read_tokens(datum.model_input, where=f"data[{i}].model_input")
         data.append(Datum(tokens=tokens, loss_inputs=inputs))
     return tuple(data)
 
 
-def loss_settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
+def merge_loss_settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
     """Merge the two maps of loss settings, in both of which the client sends numbers; the newer one
     counts.
     """
@@ -192,7 +192,7 @@ def loss_settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
     return settings
 
 
-def _tokens(chunks: Iterable[pb.Chunk], *, where: str) -> np.ndarray:
+def _read_tokens(chunks: Iterable[pb.Chunk], *, where: str) -> np.ndarray:
     parts = [np.zeros(0, np.int32)]
     for i, chunk in enumerate(chunks):
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
@@ -200,11 +200,11 @@ def _tokens(chunks: Iterable[pb.Chunk], *, where: str) -> np.ndarray:
                 f"{where}[{i}]: is a chunk of type {kind}: must be encoded_text"
             )
         data = chunk.encoded_text.tokens
-        parts.append(_from_bytes(data, np.dtype("<i4"), where=f"{where}[{i}].encoded_text.tokens"))
+        parts.append(_read_values(data, np.dtype("<i4"), where=f"{where}[{i}].encoded_text.tokens"))
     return np.concatenate(parts)
 
 
-def _num_values(message: pb.Tensor, *, most: int, where: str) -> int:
+def _count_values(message: pb.Tensor, *, most: int, where: str) -> int:
     """Return the number of values of the dense tensor."""
     shape = list(message.shape[:3])
     if len(shape) > 2 or not all(0 <= size <= most for size in shape):
@@ -215,7 +215,7 @@ def _num_values(message: pb.Tensor, *, most: int, where: str) -> int:
     return math.prod(shape) if shape else len(message.dense) // 4
 
 
-def _array(message: pb.Tensor, *, where: str) -> np.ndarray:
+def _read_array(message: pb.Tensor, *, where: str) -> np.ndarray:
     """Return an [N] or [N, K] array of float32 or int64; sparse ones become dense."""
     if (dtype := DTYPES.get(message.dtype)) is None:
         names = pb.DType.DESCRIPTOR.values_by_number
@@ -224,10 +224,10 @@ def _array(message: pb.Tensor, *, where: str) -> np.ndarray:
     shape = tuple(message.shape)
     encoding = message.WhichOneof("encoding")
     if encoding == "sparse_csr":
-        return _dense(message.sparse_csr, dtype=dtype, shape=shape, where=where)
+        return _make_dense(message.sparse_csr, dtype=dtype, shape=shape, where=where)
     if encoding is None:
         raise InvalidRequestError(f"{where}: has neither dense nor sparse_csr values")
-    values = _from_bytes(message.dense, dtype, where=f"{where}.dense")
+    values = _read_values(message.dense, dtype, where=f"{where}.dense")
     if shape and values.size != math.prod(shape):
         raise InvalidRequestError(
             f"{where}.shape: {list(shape)} has {math.prod(shape)} values, but there are "
@@ -236,7 +236,7 @@ def _array(message: pb.Tensor, *, where: str) -> np.ndarray:
     return values.reshape(shape) if shape else values
 
 
-def _from_bytes(data: bytes, dtype: np.dtype, *, where: str) -> np.ndarray:
+def _read_values(data: bytes, dtype: np.dtype, *, where: str) -> np.ndarray:
     if len(data) % dtype.itemsize:
         raise InvalidRequestError(
             f"{where}: {len(data)} bytes are no whole number of {dtype.name} values of "
@@ -245,14 +245,18 @@ def _from_bytes(data: bytes, dtype: np.dtype, *, where: str) -> np.ndarray:
     return np.frombuffer(data, dtype).astype(dtype.newbyteorder("="))
 
 
-def _dense(csr: pb.SparseCsr, *, dtype: np.dtype, shape: tuple[int, ...], where: str) -> np.ndarray:
+def _make_dense(
+    csr: pb.SparseCsr, *, dtype: np.dtype, shape: tuple[int, ...], where: str
+) -> np.ndarray:
     if len(shape) != 2:
         raise InvalidRequestError(
             f"{where}.shape: {list(shape)}, must be [N, K] for a sparse tensor"
         )
-    rows = _from_bytes(csr.crow_indices, np.dtype("<i8"), where=f"{where}.sparse_csr.crow_indices")
-    columns = _from_bytes(csr.col_indices, np.dtype("<i8"), where=f"{where}.sparse_csr.col_indices")
-    values = _from_bytes(csr.values, dtype, where=f"{where}.sparse_csr.values")
+    rows = _read_values(csr.crow_indices, np.dtype("<i8"), where=f"{where}.sparse_csr.crow_indices")
+    columns = _read_values(
+        csr.col_indices, np.dtype("<i8"), where=f"{where}.sparse_csr.col_indices"
+    )
+    values = _read_values(csr.values, dtype, where=f"{where}.sparse_csr.values")
     crow, col, val = torch.from_numpy(rows), torch.from_numpy(columns), torch.from_numpy(values)
     try:
         with warnings.catch_warnings():
@@ -276,11 +280,11 @@ def encode_forward_backward(
 ) -> pb.ForwardBackwardOutput:
     """Encode the metrics, and each datum's [N] or [N, K] logprobs."""
     assert result.logprobs is not None
-    metrics = metrics_of(result, content.wire_loss)
+    metrics = collect_metrics(result, content.wire_loss)
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
-    for array in content.samples.logprobs(result.logprobs):
+    for array in content.samples.split_logprobs(result.logprobs):
         tensor = message.loss_fn_outputs.add(num_datums=1).fields["logprobs"]
-        tensor.data, tensor.dtype = _bytes(array, "<f4"), pb.DTYPE_FLOAT32
+        tensor.data, tensor.dtype = _to_bytes(array, "<f4"), pb.DTYPE_FLOAT32
         tensor.offsets = np.array([0, len(tensor.data)], "<i8").tobytes()
         tensor.trailing_shape.extend(array.shape[1:])
     return message
@@ -292,32 +296,32 @@ def encode_sample(output: SampleOutput, request: SampleRequest) -> pb.SampleResp
             stop_reason=pb.STOP_REASON_STOP
             if one.finish_reason == "stop"
             else pb.STOP_REASON_LENGTH,
-            tokens=_bytes(one.token_ids, "<i4"),
-            logprobs=_bytes(one.logprobs, "<f4"),
+            tokens=_to_bytes(one.token_ids, "<i4"),
+            logprobs=_to_bytes(one.logprobs, "<f4"),
         )
         for one in output.completions
     ]
     message = pb.SampleResponse(sequences=sequences)
     if (found := output.of_prompt) is not None:
         if request.prompt_logprobs:
-            message.prompt_logprobs = _bytes(found.logprobs, "<f4")
+            message.prompt_logprobs = _to_bytes(found.logprobs, "<f4")
         if k := request.topk_prompt_logprobs:
             empty_NK = (found.top_ids < 0) | np.isnan(found.top_logprobs)
             top = message.topk_prompt_logprobs
-            top.token_ids = _bytes(np.where(empty_NK, 0, found.top_ids), "<i4")
-            top.logprobs = _bytes(np.where(empty_NK, MASKED_LOGPROB, found.top_logprobs), "<f4")
+            top.token_ids = _to_bytes(np.where(empty_NK, 0, found.top_ids), "<i4")
+            top.logprobs = _to_bytes(np.where(empty_NK, MASKED_LOGPROB, found.top_logprobs), "<f4")
             top.k, top.length = k, len(found.top_ids)
     return message
 
 
-def _bytes(array: np.ndarray, dtype: str) -> bytes:
+def _to_bytes(array: np.ndarray, dtype: str) -> bytes:
     return array.astype(dtype).tobytes()
 
 
 # Samples
 
 
-def checked_request(body: wire.SampleRequest, base: BaseModel) -> SampleRequest:
+def check_sample(body: wire.SampleRequest, base: BaseModel) -> SampleRequest:
     """Translate a request, with its defaults filled in; raise InvalidRequestError, which names the
     field.
     """
@@ -325,7 +329,7 @@ def checked_request(body: wire.SampleRequest, base: BaseModel) -> SampleRequest:
         if value := getattr(body, name):
             raise InvalidRequestError(f"{name}: {value!a:.80} is not supported; leave it out")
     params = body.sampling_params
-    prompt = _prompt(body, base)
+    prompt = _read_prompt(body, base)
     _check_ranges(body, prompt.size, base)
     stop: Sequence[str | int] = base.stop_token_ids
     if params.stop is not None:
@@ -354,7 +358,7 @@ def checked_request(body: wire.SampleRequest, base: BaseModel) -> SampleRequest:
     )
 
 
-def _prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
+def _read_prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
     tokens: list[int] = []
     for i, chunk in enumerate(body.prompt.chunks):
         if chunk.type != "encoded_text":

@@ -70,7 +70,7 @@ class WireLoss:
         return self.make({**self.defaults, **settings})
 
 
-def _clipping(make: Callable[..., Loss]) -> Callable[[Mapping[str, float]], Loss]:
+def _make_clipping(make: Callable[..., Loss]) -> Callable[[Mapping[str, float]], Loss]:
     """Translate thresholds of the ratio into relay's distances from 1."""
     return lambda settings: make(
         normalization="none", clip_low=1.0 - settings[LOW], clip_high=settings[HIGH] - 1.0
@@ -89,8 +89,8 @@ _LOSSES = (
         name="importance_sampling",
         make=lambda settings: ImportanceSamplingLoss(normalization="none"),
     ),
-    WireLoss(name="ppo", make=_clipping(PPOLoss), defaults={LOW: 0.8, HIGH: 1.2}),
-    WireLoss(name="cispo", make=_clipping(CISPOLoss), defaults={LOW: 0.0, HIGH: 4.0}),
+    WireLoss(name="ppo", make=_make_clipping(PPOLoss), defaults={LOW: 0.8, HIGH: 1.2}),
+    WireLoss(name="cispo", make=_make_clipping(CISPOLoss), defaults={LOW: 0.0, HIGH: 4.0}),
     WireLoss(
         name="dro",
         make=lambda settings: DROLoss(normalization="none", beta=settings["beta"]),
@@ -99,7 +99,7 @@ _LOSSES = (
     ),
     WireLoss(
         name="gspo",
-        make=_clipping(partial(GSPOLoss, level="token")),
+        make=_make_clipping(partial(GSPOLoss, level="token")),
         defaults={LOW: 0.8, HIGH: 1.2},
         optional=(RATIO_MASK,),
     ),
@@ -113,7 +113,7 @@ def find_loss(name: str) -> WireLoss:
     return LOSSES[name]
 
 
-def metrics_of(result: ForwardBackwardResult, loss: WireLoss) -> dict[str, float]:
+def collect_metrics(result: ForwardBackwardResult, loss: WireLoss) -> dict[str, float]:
     """Return sums and maxima only: the client adds up those of its chunks."""
     num_tokens = result.num_valid_tokens
     metrics = {
@@ -129,7 +129,7 @@ def metrics_of(result: ForwardBackwardResult, loss: WireLoss) -> dict[str, float
     return metrics
 
 
-def optim_params(params: object) -> OptimParams:
+def check_optim_params(params: object) -> OptimParams:
     """Translate a step's settings; raise InvalidRequestError unless they are valid ones of Adam."""
     if not isinstance(params, wire.AdamParams):
         raise InvalidRequestError("optimizer_params: this server has Adam only; give adam_params")
@@ -156,6 +156,8 @@ def optim_params(params: object) -> OptimParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireSamples:
+    """Data of a call as relay's samples, with the shapes that their results have on the wire."""
+
     samples: tuple[TrainingSample, ...]
     widths: tuple[int | None, ...]
     """K of each datum; None where its targets are [N]."""
@@ -165,7 +167,7 @@ class WireSamples:
         arrays = (getattr(sample, item.name) for sample in self.samples for item in fields(sample))
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
-    def logprobs(self, of_samples: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    def split_logprobs(self, of_samples: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Return each datum's [N] or [N, K] logprobs, from the samples' [T] or [T, K]."""
 
         def of_datum(values: np.ndarray, width: int | None) -> np.ndarray:
@@ -179,7 +181,7 @@ class WireSamples:
         )
 
 
-def wire_samples(data: Sequence[Datum], loss: WireLoss, base: BaseModel) -> WireSamples:
+def make_samples(data: Sequence[Datum], loss: WireLoss, base: BaseModel) -> WireSamples:
     """Check data and translate them; raise InvalidRequestError, which names datum and field.
 
     If all targets are the tokens that follow, the samples are plain ones, whose prompts can be
