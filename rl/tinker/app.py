@@ -63,6 +63,7 @@ EMPTY: dict[str, Any] = {"status_code": 204}
 
 
 def _add_calls(router: APIRouter, service: Service) -> None:
+    # FastAPI reads bodies, parts of paths and owners from the types of the service's methods.
     def add(
         method: str, path: str, call: Callable[..., Any], options: Mapping[str, Any] | None = None
     ) -> None:
@@ -158,6 +159,7 @@ async def _answer_validation_error(request: Request, error: Exception) -> Respon
 
 def _describe(item: Mapping[str, Any]) -> str:
     """Return a text such as "body.num_samples: Input should be a valid integer, not 'x'"."""
+    # The value may have megabytes, and a place the names of a hostile body.
     place = ".".join(str(part)[:80] for part in item["loc"])
     # reprlib, which looks at the first entries only.
     value = (

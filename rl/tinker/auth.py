@@ -74,11 +74,13 @@ class Keys:
 
     @property
     def configured(self) -> bool:
+        """True if only some keys may call."""
         return self._owners is not None
 
     def find_owner(self, key: bytes) -> str | None:
         """Return a key's owner, or None if the key may not call."""
         owner = _hash_owner(key)
+        # The set is of hashes, so the time of the look-up tells nothing about a key.
         may_call = bool(key) if self._owners is None else owner in self._owners
         return owner if may_call else None
 
@@ -102,6 +104,8 @@ def read_keys(file: str | None) -> Keys:
 
 
 def _hash_owner(key: bytes) -> str:
+    # Twice, the second time with a purpose: the stored hash of an owner is not the plain hash of a
+    # key. Training runs on disks carry it, so it never changes.
     digest = hashlib.sha256(key).hexdigest()
     return hashlib.sha256(f"owner of training runs\0{digest}".encode()).hexdigest()
 
@@ -126,6 +130,7 @@ class Shares:
 
     def take(self, owner: str, amount: int) -> bool:
         """Return False, and take nothing, if it would be more than the owner's share."""
+        # An empty body costs nothing, and passes even where nothing is free.
         if amount and self._held[owner] + amount > self._free - amount:
             return False
         self._held[owner] += amount
@@ -133,8 +138,10 @@ class Shares:
         return True
 
     def give_back(self, owner: str, amount: int) -> None:
+        """Return what an owner has taken."""
         self._free += amount
         self._held[owner] -= amount
+        # Without keys_file every key is an owner, and their number would grow for ever.
         if not self._held[owner]:
             del self._held[owner]
 
@@ -162,6 +169,7 @@ class AccessGuard:
         self._requests = Shares(limit_connections())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Cheap checks first: host and key are known before a byte of the body is read.
         assert scope["type"] == "http", "the server has neither websockets nor lifespan events"
         try:
             self._check_host(scope)
@@ -178,6 +186,7 @@ class AccessGuard:
         most = self._limit_bytes(scope)
         if not self._requests.take(owner, 1):
             raise _RefusedError(429, "this key has its share of requests in progress; wait")
+        # The whole body is read here, so that the application never waits for a slow client.
         body = bytearray()
         try:
             try:
@@ -205,7 +214,7 @@ class AccessGuard:
         if not text and scope["path"].startswith(COMPATIBLE_PATHS):
             kind, _, text = headers.get("authorization", "").partition(" ")
             text, where = (text if kind.lower() == "bearer" else ""), "Authorization: Bearer"
-        key = text.encode("latin-1")
+        key = text.encode("latin-1")  # Headers are bytes, which Starlette decodes so.
         owner = self._keys.find_owner(key) if len(key) <= MAX_LENGTH else None
         if owner is None:
             raise _RefusedError(401, f"{where}: must be an API key that this server knows")
@@ -215,6 +224,8 @@ class AccessGuard:
         """Return the most bytes that the body may have; refuse one that says that it has more."""
         by_path = {TENSORS_PATH: self._limits.body_bytes, SAMPLE_PATH: JSON_BYTES}
         most = by_path.get(scope["path"], SMALL_BYTES)
+        # The header may lie, or be missing: `_read` counts what arrives. 20 digits, because Python
+        # refuses to convert thousands of them with an error.
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > most:
             raise _make_size_error(most)

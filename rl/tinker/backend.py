@@ -116,6 +116,7 @@ class Base(Configurable):
             ValueError: the folder is incomplete or of an unsupported architecture, or a micro-batch
                 cannot hold the context.
         """
+        # A drawn model is written to a folder like any other: training and samplers read it there.
         cache = Path(cache).expanduser().absolute()
         if config.folder is None:
             spec = replace(
@@ -136,6 +137,7 @@ class Base(Configurable):
         context = self.spec.model.rope.max_positions if context is None else context
         name = config.name or str(self.folder)
         _check_room(name, context, training)
+        # A head that is tied to the embedding has no adapter of its own.
         has_head = not self.spec.model.tie_embeddings
         self.model = BaseModel(
             name=name,
@@ -157,6 +159,7 @@ class Base(Configurable):
 def _count_trained(spec: ModelSpec, lora: LoRA.Config | None) -> int:
     """Return the number of parameters that a model trains."""
     spec, converters = adapted(replace(spec, batch_invariant=False), lora)
+    # On the meta device, which has shapes without memory.
     with torch.device("meta"):
         model = spec.model.build()
         ModelConverters(
@@ -214,6 +217,9 @@ class Workers(Protocol):
     num_sequences: int
     """Sequences that several owners draw at once; 0: the owners draw one after another."""
 
+    # Calls about models, with the names and meanings of the training engine
+    # (rl/training/models.py, rl/training/engine.py). Never two at once.
+
     async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None: ...
 
     async def delete_model(self, model_id: str) -> None: ...
@@ -246,9 +252,13 @@ class Workers(Protocol):
         """
         ...
 
-    async def serve(self, version: int) -> object: ...
+    async def serve(self, version: int) -> object:
+        """Let all generators pull a version; no request runs meanwhile."""
+        ...
 
-    async def forget(self, version: int) -> None: ...
+    async def forget(self, version: int) -> None:
+        """Drop a version that nothing samples from any more."""
+        ...
 
     async def generate_in_turns(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
@@ -260,9 +270,13 @@ class Workers(Protocol):
         """End the calls of `generate_in_turns` under way soon; one may be missed."""
         ...
 
-    async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs: ...
+    async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs:
+        """Return the logprobs of a prompt's tokens, and the `top_k` likeliest at each position."""
+        ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """End all workers; their calls fail."""
+        ...
 
 
 class TinkerBackend(Configurable):
@@ -308,6 +322,7 @@ class TinkerBackend(Configurable):
 
     async def close(self) -> None:
         """End everything; calls in progress fail. Idempotent."""
+        # First, so that calls that wait for their turn fail in place of using closed workers.
         self._failure = RuntimeError("the backend is closed")
         workers, self._workers = self._workers, None
         if workers is not None:
@@ -345,12 +360,14 @@ class TinkerBackend(Configurable):
 
     async def forget(self, version: int) -> None:
         """Drop a version that has no requests any more; the base stays."""
+        # Every session without saved weights samples from the base, which is loaded once.
         if version != self._base_version and self._workers is not None:
             await self._workers.forget(version)
 
     async def sample(self, version: int, request: SampleRequest, owner: str = "") -> SampleOutput:
         """Answer a request; a cancelled one ends its work at the next token."""
         sampling, top_k = request.sampling, request.topk_prompt_logprobs
+        # A prompt that fills the context has no completion, but its logprobs.
         completions, of_prompt = [_EMPTY] * sampling.num_samples, None
         async with self._translate_errors() as workers:
             in_turn = partial(self._turns.run, version=version, owner=owner)
@@ -365,6 +382,8 @@ class TinkerBackend(Configurable):
         self, workers: Workers, request: SampleRequest
     ) -> PromptLogprobs | Interrupted[PromptLogprobs]:
         """Return a prompt's logprobs, unless the turn is interrupted before they are begun."""
+        # Reading a prompt is one call that cannot be interrupted: those that have not begun by then
+        # leave the turn.
         interruption = self._num_interruptions
         async with self._reading:
             if self._num_interruptions != interruption:
@@ -400,6 +419,7 @@ class TinkerBackend(Configurable):
                 await workers.load_model(model_id, str(folder.absolute()), optimizer=False)
             return await self._push(workers, model_id)
         finally:
+            # The published version is a copy, and stays.
             await workers.delete_model(model_id)
 
     @asynccontextmanager
@@ -426,6 +446,7 @@ class TinkerBackend(Configurable):
         except ModelError as error:
             raise InvalidRequestError(str(error)) from error
         except RunError as error:
+            # The first error is the cause; those that follow come from processes that are gone.
             if self._failure is None:
                 self._failure = BackendLostError(
                     f"the backend is lost, and with it all models in training: {error}. Close this "

@@ -68,6 +68,7 @@ class LocalTinkerBackend(TinkerBackend):
             )
 
         workers = await asyncio.to_thread(start)
+        # PyTorch's number of threads belongs to a thread, so each sets its own.
         for thread in workers.threads.values():
             await thread.run(use_threads, config.num_threads)
         return workers
@@ -101,6 +102,7 @@ class ServiceClient(tinker.ServiceClient):
             ValueError: there is no such backend, it refuses its config, or the storage folder is in
                 use.
         """
+        # The official client reads both when it is created.
         exempt_loopback()
         keep_clients_direct()
         self._server = ServerThread(make_backend(backend), storage_folder=storage_folder)

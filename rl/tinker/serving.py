@@ -114,6 +114,7 @@ class TinkerServer(Configurable):
         """
         config = self._config
         folder = Path(config.storage_folder).expanduser()
+        # First what fails at once, then the model, which may load for minutes.
         with lock_storage(folder), listen(config.host, config.port) as listener:
             backend = config.backend.build()
             service = Service(backend=backend, storage_folder=folder, limits=config.limits)
@@ -163,6 +164,7 @@ class ServerThread:
         self._lock.enter_context(lock_storage(folder))
         self.api_key = _read_or_make_key(folder / KEY_FILE)
         self._service = Service(backend=backend, storage_folder=folder)
+        # A failure of the start comes through this future too.
         self._ready: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="tinker-server", daemon=True)
         self._thread.start()
@@ -212,6 +214,7 @@ def lock_storage(folder: Path) -> Iterator[None]:
     with locked_folder(
         folder, as_what="the storage folder", otherwise="choose another storage_folder"
     ):
+        # A folder that exists may have other uses, so its rights stay.
         if is_new:
             folder.chmod(stat.S_IRWXU)
         elif folder.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
@@ -225,6 +228,7 @@ def _warn(text: str) -> None:
 
 def _read_or_make_key(file: Path) -> str:
     if not file.exists():
+        # Private before the key is in it.
         file.touch(mode=0o600)
         file.write_text(PREFIX + secrets.token_hex(16))
     return file.read_text()

@@ -187,6 +187,7 @@ class SampleOutput:
 
 
 def check_base(base: BaseModel, name: str | None) -> None:
+    """Raise InvalidRequestError unless the name is that of the server's base model."""
     if name != base.name:
         raise InvalidRequestError(f"base_model={name!r:.100}: must be {base.name!r}")
 
@@ -269,6 +270,7 @@ class Future(pydantic.BaseModel):
 
 
 def check_seq_id(name: str, value: int | None, *, first: int) -> int:
+    """Return a whole number from `first`; raise InvalidRequestError, which calls it `name`."""
     if value is None or not first <= value <= MAX_SEQ_ID:
         raise InvalidRequestError(
             f"{name}={value!r:.100}: must be a whole number from {first} to {MAX_SEQ_ID}"
@@ -290,6 +292,7 @@ def check_range(name: str, value: float | None, lowest: float, highest: float) -
 
 
 def check_ttl(ttl_seconds: int | None) -> None:
+    """Raise InvalidRequestError unless the time to live is None or at most ten years."""
     check_range("ttl_seconds", ttl_seconds, 1, MAX_TTL_S)
 
 
@@ -298,13 +301,13 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> None:
     long.
     """
     metadata = metadata or {}
-    if (
-        length := sum(len(key) + len(str(value)) for key, value in metadata.items())
-    ) > MAX_METADATA_LENGTH:
+    length = sum(len(key) + len(str(value)) for key, value in metadata.items())
+    if length > MAX_METADATA_LENGTH:
         raise InvalidRequestError(
             f"user_metadata: has {length} characters, must be at most {MAX_METADATA_LENGTH}"
         )
     for key, value in metadata.items():
+        # Surrogates, which JSON can carry, cannot be encoded in an answer.
         try:
             (key + value).encode()
         except (TypeError, UnicodeEncodeError):

@@ -125,7 +125,7 @@ class Futures:
         """
         if self._closed:
             raise GoneError(_CLOSED)
-        # A refusal opens no account.
+        # A refusal opens no account, which would lower the share of the others.
         held, most = self._held.get(owner, _Held()), self._limits.all_held_bytes
         num_bytes += REQUEST_BYTES
         share = most // len(self._held.keys() | {owner})
@@ -154,6 +154,7 @@ class Futures:
         except TinkerError as error:
             self.fail(request, str(error))
         except asyncio.CancelledError:
+            # Of a service that closes: `cancel` has set a result before.
             self.fail(request, "it was cancelled")
             raise
         except Exception:
@@ -177,6 +178,7 @@ class Futures:
         """Set a request's result, unless it has one."""
         if request.result is not None:
             return
+        # Without its task, which would keep the request's data in memory.
         request.result, request.task = result, None
         held = self._held[request.owner]
         num_bytes = SMALL_BYTES + len(result.body)
@@ -199,11 +201,13 @@ class Futures:
                     await request.done.wait()
             except TimeoutError:
                 return None
+            # `close` sets the event too, so that no poll delays the end of the server.
             if self._closed:
                 raise GoneError(_CLOSED)
         return request.result
 
     def cancel(self, request_id: str) -> None:
+        """Fail a sample without a result, and end its work; training raises InvalidRequestError."""
         request = self._find(request_id)
         if request.result is None:
             if request.task is None:
@@ -232,7 +236,8 @@ class Futures:
             request.done.set()
 
     def _find(self, request_id: str) -> PendingRequest:
-        if (request := self._requests.get(request_id)) is None:
+        request = self._requests.get(request_id)
+        if request is None:
             raise GoneError(
                 f"there is no result of request {request_id}: it ended more than "
                 f"{self._limits.result_kept_s:g} s ago, too many newer results came after it, or "
@@ -245,7 +250,8 @@ class Futures:
 
     def _drop(self, request: PendingRequest) -> None:
         held = self._held.get(request.owner, _Held())
-        if (num_bytes := held.results.pop(request.request_id, None)) is not None:
+        num_bytes = held.results.pop(request.request_id, None)
+        if num_bytes is not None:
             held.result_bytes -= num_bytes
             self._all.result_bytes -= num_bytes
             del self._requests[request.request_id]
@@ -262,7 +268,9 @@ class Background:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
+        """Start a task, which the log calls `what`."""
         task = asyncio.get_running_loop().create_task(work, name=what)
+        # asyncio itself keeps only weak references to tasks.
         self._tasks.add(task)
         task.add_done_callback(self._discard)
         return task
@@ -271,6 +279,7 @@ class Background:
         """Wait for all tasks, also those that they start; then cancel the rest and wait as long
         again.
         """
+        # Work in progress ends by itself, such as a save; what does not end in time is cancelled.
         for cancel in (False, True):
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):

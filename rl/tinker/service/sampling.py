@@ -55,6 +55,7 @@ class Weights:
 
     @property
     def could_not_open(self) -> bool:
+        """True if the backend has failed to open them; the next sample tries again."""
         return self.version.done() and (
             self.version.cancelled() or self.version.exception() is not None
         )
@@ -80,6 +81,7 @@ class OpenWeights:
         """
         owner, num_bytes = model.owner, self._count_bytes(model.settings)
         version = asyncio.get_running_loop().create_future()
+        # The backend may have less room than the limits say: snapshots of actors are whole models.
         while not version.done():
             self.make_room(owner, num_bytes)
             try:
@@ -121,7 +123,11 @@ class OpenWeights:
             LimitReachedError: there is none, and all weights that could make room are in use.
         """
         most = self._parts.limits.most_state_bytes
-        while num_bytes and (held := self._sum_state_bytes()).total() + num_bytes > most:
+        while num_bytes:
+            held = self._sum_state_bytes()
+            if held.total() + num_bytes <= most:
+                return
+            # With what it asks for, this owner may be the one who has most.
             held[owner] += num_bytes
             why = (
                 "limit all_state_bytes: the models and open weights of all keys have more than "
@@ -146,10 +152,12 @@ class OpenWeights:
     def acquire(self, weights: Weights) -> None:
         """Keep weights open until `release`, and mark them as the most recently used."""
         weights.num_samples += 1
+        # The end of the dict is the place of the most recently used.
         self._open[weights.key] = self._open.pop(weights.key)
         self._close_surplus(weights.owner)
 
     def release(self, weights: Weights) -> None:
+        """End a use of `acquire`, and close weights that were only open for it."""
         weights.num_samples -= 1
         if not weights.num_samples and weights.closed is not None:
             self._forget(weights)
@@ -158,8 +166,10 @@ class OpenWeights:
 
     def close(self, key: str, why: str) -> asyncio.Task[None] | None:
         """Close weights; return the task that does so, or None if it comes after their samples."""
-        if (weights := self._open.pop(key, None)) is not None:
+        weights = self._open.pop(key, None)
+        if weights is not None:
             weights.closed = why
+            # Samples in progress keep the version at the backend; `release` forgets it.
             if not weights.num_samples:
                 return self._forget(weights)
         return None
@@ -195,6 +205,7 @@ class OpenWeights:
 
     def _forget(self, weights: Weights) -> asyncio.Task[None]:
         async def forget() -> None:
+            # Weights may be closed while they open, and only an open version can be forgotten.
             await asyncio.wait([weights.version])
             if not weights.could_not_open:
                 await self._parts.backend.forget(weights.version.result())
@@ -244,7 +255,8 @@ class SamplingSessions:
         The same (sampling_session_id, seq_id) is the same request while its result is kept. Seq ids
         count from 0, in any order.
         """
-        if (session_id := body.sampling_session_id) is None:
+        session_id = body.sampling_session_id
+        if session_id is None:
             raise InvalidRequestError(
                 "sampling_session_id: is missing; create_sampling_session returns it"
             )
@@ -253,16 +265,18 @@ class SamplingSessions:
         asked = check_sample(body, self._parts.backend.base_model)
         futures = self._parts.futures
         if request_id not in futures:
+            # A session may be older than a deletion, so its weights are checked at each sample.
             weights = self._open_source(source, owner)
             stop = body.sampling_params.stop or ()
-            num_bytes = (
-                asked.prompt.nbytes
-                + SMALL_BYTES * body.num_samples
-                + sum(4 * len(one) if isinstance(one, str) else 32 for one in stop)
-            )
+            # A character has at most 4 bytes in memory, and an integer about 32.
+            stop_bytes = 0
+            for one in stop:
+                stop_bytes += 4 * len(one) if isinstance(one, str) else 32
+            num_bytes = asked.prompt.nbytes + SMALL_BYTES * body.num_samples + stop_bytes
             request = futures.begin(request_id, owner=owner, num_bytes=num_bytes)
 
             async def sampled() -> Result:
+                # Shared with other samples: one that is cancelled must not stop the opening.
                 version = await asyncio.shield(weights.version)
                 output = await self._parts.backend.sample(version, asked, owner)
                 return await encode_message(
@@ -274,10 +288,12 @@ class SamplingSessions:
                 futures.run(request, sampled), f"sample {request_id}"
             )
             request.task.add_done_callback(lambda _: self.weights.release(weights))
+        # The client names single samples of the request by these.
         ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
         return Future(request_id=request_id, model_id=session_id, sample_sequence_ids=ids)
 
     async def get_sampler(self, sampler_id: Id, *, owner: Owner) -> wire.GetSamplerResponse:
+        """Return the base model and the path that a sampling session samples from."""
         source = self.find_source(sampler_id, owner)
         path = source.path.tinker_path if isinstance(source, Stored) else None
         base_model = self._parts.backend.base_model.name
@@ -293,10 +309,12 @@ class SamplingSessions:
         sources = self._get_sources(session)
         if sampling_session_id not in sources:
             raise NotFoundError(f"there is no sampling session {sampling_session_id!r:.100}")
+        # The end of the dict is the place of the most recently used.
         source = sources[sampling_session_id] = sources.pop(sampling_session_id)
         return source
 
     def make_id(self, session: Session, sampling_session_seq_id: int | None) -> str:
+        """Return the id of a sampling session, which clients derive too."""
         number = check_seq_id("sampling_session_seq_id", sampling_session_seq_id, first=0)
         return f"{session.session_id}:sample:{number}"
 
@@ -342,8 +360,12 @@ class SamplingSessions:
     def _end_session(self, session: Session, why: str) -> None:
         self._parts.futures.end_samples(session.session_id, why)
         ended = self._sources.pop(session.session_id, {})
-        others = [source for sources in self._sources.values() for source in sources.values()]
-        still_used = {source.data for source in others if isinstance(source, Stored)}
+        # Sessions share saved weights, which stay open while any of them has a sampling session.
+        still_used = set()
+        for sources in self._sources.values():
+            for source in sources.values():
+                if isinstance(source, Stored):
+                    still_used.add(source.data)
         for source in ended.values():
             if isinstance(source, Weights):
                 self.weights.close(source.key, why)

@@ -96,6 +96,8 @@ class Service:
         """End all sessions, then the backend, within four times `CLOSE_TIMEOUT_S`.
         Idempotent.
         """
+        # Polls first, then what they wait for; the backend last, because models and samplers end
+        # by calls to it.
         self.stop_waiting()
         self.sessions.close()
         await self._parts.background.close(CLOSE_TIMEOUT_S)
@@ -108,6 +110,7 @@ class Service:
     # Calls about the server
 
     async def get_client_config(self, body: wire.ClientConfigRequest) -> wire.ClientConfigResponse:
+        """Tell the client how many samples to wait for, and how to cut batches."""
         default = wire.ClientConfigResponse().sample_max_concurrent_requests
         return wire.ClientConfigResponse(
             # A client waits for each sample on a connection, and a key has half of them; some are
@@ -120,6 +123,7 @@ class Service:
     async def get_dynamic_config(
         self, body: wire.ClientConfigRequest
     ) -> wire.ClientDynamicConfigResponse:
+        """Tell the client that samples can be cancelled."""
         return wire.ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
     async def discard_telemetry(self, body: dict[str, Any]) -> dict[str, str]:
@@ -127,6 +131,7 @@ class Service:
         return {"status": "accepted"}
 
     async def get_capabilities(self) -> wire.GetServerCapabilitiesResponse:
+        """Return the base model that the server offers."""
         base = self._parts.backend.base_model
         model = wire.SupportedModel(
             model_name=base.name,
@@ -152,6 +157,7 @@ class Service:
         """Wait for a result: protobuf for the results of forward_backward and sample, else JSON."""
         result = await self.retrieve(body.request_id, owner=owner, wait_s=self.limits.poll_s)
         if result is None:
+            # 408 with this body is the API's word for "not yet": the client asks again at once.
             again = TryAgainResponse(request_id=body.request_id, queue_state="active")
             return JSONResponse(
                 again.model_dump() | {"queue_state_reason": "waiting for its turn"}, 408
@@ -191,9 +197,8 @@ class Runs:
         in_memory = {i: model.record for i, model in self._sessions.list_streams(owner).items()}
 
         def read() -> wire.TrainingRunsResponse:
-            records = {
-                record.model_id: record for record in self._storage.list_runs(owner)
-            } | in_memory
+            records = {record.model_id: record for record in self._storage.list_runs(owner)}
+            records |= in_memory
             newest = sorted(records.values(), key=lambda record: record.created_s, reverse=True)
             some, cursor = _take_page(newest, offset=offset, limit=limit)
             runs = [self._describe(record) for record in some]
@@ -202,6 +207,7 @@ class Runs:
         return await self._run_in_turn(owner, read)
 
     async def get_training_run(self, run_id: Id, *, owner: Owner) -> wire.TrainingRun:
+        """Return a run in memory or with checkpoints."""
         return await self._run_in_turn(owner, partial(self._describe, self._record(run_id, owner)))
 
     async def list_checkpoints_of_run(
@@ -216,6 +222,8 @@ class Runs:
     async def list_checkpoints(
         self, *, owner: Owner, limit: Limit = 100, offset: Offset = 0
     ) -> wire.CheckpointsListResponse:
+        """Return a page of an owner's checkpoints of all runs."""
+
         def read() -> list[Stored]:
             return self._storage.list_checkpoints(
                 *(run.model_id for run in self._storage.list_runs(owner))
@@ -228,11 +236,13 @@ class Runs:
         )
 
     async def delete_checkpoint(self, run_id: Id, kind: Kind, name: Id, *, owner: Owner) -> None:
+        """Delete a checkpoint, also one that sessions have open."""
         path = parse_path(f"tinker://{run_id}/{kind}/{name}")
         self._sampling.close_checkpoint(self._storage.find(path, owner))
         await self._storage.delete(path, owner)
 
     async def set_ttl(self, run_id: Id, kind: Kind, name: Id, body: Ttl, *, owner: Owner) -> None:
+        """Let a checkpoint expire later, sooner or never."""
         check_ttl(body.ttl_seconds)
         path = parse_path(f"tinker://{run_id}/{kind}/{name}")
         self._storage.set_expiry(path, owner, body.ttl_seconds)
@@ -256,7 +266,9 @@ class Runs:
             return await asyncio.to_thread(read)
 
     def _record(self, model_id: str, owner: str) -> RunRecord:
-        if (model := self._sessions.list_streams(owner).get(model_id)) is not None:
+        # Only the first checkpoint writes a run's record, so memory comes first.
+        model = self._sessions.list_streams(owner).get(model_id)
+        if model is not None:
             return model.record
         record = self._storage.find_run(model_id, owner)
         if record is None:
@@ -266,6 +278,7 @@ class Runs:
     def _describe(self, record: RunRecord) -> wire.TrainingRun:
         found = self._storage.list_checkpoints(record.model_id)
         checkpoints = [_describe_checkpoint(stored) for stored in found]
+        # The list is newest first, and the last entry of a kind counts.
         newest = {one.checkpoint_type: one for one in reversed(checkpoints)}
         lora = record.settings.lora
         times_s = [record.created_s, *(stored.record.created_s for stored in found)]

@@ -65,7 +65,9 @@ class Sessions:
     async def create_session(
         self, body: CreateSessionBody, *, owner: Owner
     ) -> wire.CreateSessionResponse:
+        """Open a session, which lives until it is finished or silent for too long."""
         own = [one for one in self._sessions.values() if one.owner == owner]
+        # A session whose models still end holds memory, so it counts as one that has not ended.
         ended = [one for one in own if one.ended and not one.models]
         if len(own) - len(ended) >= MAX_SESSIONS:
             raise LimitReachedError(
@@ -82,6 +84,7 @@ class Sessions:
     async def session_heartbeat(
         self, body: wire.SessionHeartbeatRequest, *, owner: Owner
     ) -> wire.SessionHeartbeatResponse:
+        """Keep a session alive; the official client calls this every ten seconds."""
         self.find_live(body.session_id, owner)
         return wire.SessionHeartbeatResponse()
 
@@ -125,10 +128,13 @@ class Sessions:
 
     def list_all_streams(self) -> list[ModelStream]:
         """Return the models of all owners that are in memory, oldest first."""
-        models = (model for session in self._sessions.values() for model in session.models.values())
-        return [model for model in models if model.in_memory]
+        streams = []
+        for session in self._sessions.values():
+            streams += [stream for stream in session.models.values() if stream.in_memory]
+        return streams
 
     def close(self) -> None:
+        """End all sessions."""
         for session in tuple(self._sessions.values()):
             self._end(session, "the service is closing")
 
@@ -138,6 +144,7 @@ class Sessions:
         session = self._sessions.get(session_id)
         if session is not None and session.owner == owner:
             return session
+        # Another owner's session is not found, as one that never was: ids reveal nothing.
         if re.fullmatch(SESSION, session_id) and not session_id.startswith(self._process):
             raise GoneError(
                 f"{any_id!r:.100} ended with the server process that created it; its checkpoints "
@@ -146,7 +153,8 @@ class Sessions:
         raise NotFoundError(f"there is no {any_id!r:.100}")
 
     def _restart_timer(self, session: Session) -> None:
-        if (timeout_s := self._limits.session_timeout_s) is not None:
+        timeout_s = self._limits.session_timeout_s
+        if timeout_s is not None:
             if session.silence is not None:
                 session.silence.cancel()
             why = f"session {session.session_id} sent no heartbeat for {timeout_s:g} s"
@@ -162,8 +170,10 @@ class Sessions:
             session.silence.cancel()
         for model in session.models.values():
             model.end(why)
+            # The model frees its memory at the end of its task, and is listed until then.
             model.task.add_done_callback(partial(_forget, session, model.model_id))
         self.end_samplers(session, why)
+        # Until then a client that polls is told that its session has ended, not that there is none.
         drop = partial(self._sessions.pop, session.session_id, None)
         asyncio.get_running_loop().call_later(self._limits.result_kept_s, drop)
 

@@ -77,6 +77,7 @@ class ModelStream:
 
     @property
     def model_id(self) -> str:
+        """Id of the model, with which the ids of its requests begin."""
         return self.record.model_id
 
     @property
@@ -86,6 +87,7 @@ class ModelStream:
 
     @property
     def settings(self) -> ModelSettings:
+        """Base model and adapters."""
         return self.record.settings
 
     @property
@@ -95,6 +97,7 @@ class ModelStream:
 
     @property
     def in_memory(self) -> bool:
+        """True until the backend has deleted the model."""
         return not self.task.done()
 
     def start(self, request: PendingRequest, run: Run) -> None:
@@ -168,6 +171,7 @@ class ModelStream:
 
     @property
     def gone(self) -> str:
+        """Text for a client that uses a model that has ended."""
         return f"model {self.model_id} is no longer there: {self.ended}"
 
     async def _run(self) -> None:
@@ -176,6 +180,7 @@ class ModelStream:
                 if await self._is_next_here():
                     await self._do(self._waiting.pop(self._next))
         finally:
+            # Also where the task is cancelled: nothing may wait for a stream that does no work.
             self.end("the service is closing")
             if self.is_created:
                 async with self._backend.trainer(self.owner) as trainer:
@@ -186,6 +191,7 @@ class ModelStream:
         try:
             async with asyncio.timeout(None) as gap:
                 while self._next not in self._waiting and self.ended is None:
+                    # From here on the waiting requests could run, but for the missing one.
                     if self._waiting and gap.when() is None:
                         gap.reschedule(asyncio.get_running_loop().time() + self._gap_timeout_s)
                     self._changed.clear()
@@ -196,16 +202,19 @@ class ModelStream:
 
     async def _do(self, one: _Waiting) -> None:
         seq_id = self._next
+        # Before the work, so that a repetition of this request is known as one.
         self._next += 1
         await self._futures.run(one.request, partial(self._run_after_gap, one.run))
         result = one.request.result
         if result is not None and result.error is not None:
+            # The next step would be one of part of a batch (training.py refuses it).
             if one.adds_gradient:
                 self.failed.append(seq_id)
             if seq_id == 0:
                 self.end(f"it could not be created: {result.error}")
 
     async def _run_after_gap(self, run: Run) -> Answer:
+        # The gap has left part of a batch in the gradient.
         if self._had_gap:
             async with self._backend.trainer(self.owner) as trainer:
                 await trainer.drop_gradient(model_id=self.model_id)
@@ -213,8 +222,11 @@ class ModelStream:
         return await run()
 
     def _give_up(self) -> None:
+        # All that wait fail, also those behind a second gap: they may be part of the same batch.
         first, last = self._next, max(self._waiting)
-        missing = next(seq_id for seq_id in range(first, last) if seq_id not in self._waiting)
+        missing = first
+        while missing in self._waiting:
+            missing += 1
         self._next = last + 1
         self._had_gap = True
         self._fail_waiting(

@@ -12,11 +12,12 @@ from weakref import WeakValueDictionary
 from fastapi import Request
 from tinker import types as wire
 
+from rl.models.lora import LoRA
 from rl.tinker.backend import make_lora_config
 from rl.tinker.service.futures import Answer, encode_message
 from rl.tinker.service.parts import Parts
 from rl.tinker.service.sampling import SamplingSessions
-from rl.tinker.service.sessions import KEPT
+from rl.tinker.service.sessions import KEPT, Session
 from rl.tinker.service.storage import CheckpointKind, RunRecord, Stored, check_name, make_path
 from rl.tinker.service.streams import ModelStream
 from rl.tinker.types import (
@@ -88,6 +89,7 @@ class TrainingCalls:
                 await trainer.load_model(
                     stream.model_id, str(stored.data), optimizer=body.optimizer
                 )
+            # The gradient of an incomplete batch went with the old weights.
             stream.failed.clear()
             return wire.LoadWeightsResponse(path=body.path, model_id=stream.model_id)
 
@@ -107,6 +109,7 @@ class TrainingCalls:
         return stored
 
     async def get_info(self, body: wire.GetInfoRequest, *, owner: Owner) -> wire.GetInfoResponse:
+        """Return a model's base model, tokenizer and rank."""
         model = self.find_live(body.model_id, owner)
         base, lora = self._backend.base_model, model.settings.lora
         return wire.GetInfoResponse(
@@ -149,18 +152,12 @@ class TrainingCalls:
             settings = stored.record.settings
         else:
             _check_optimizer(body.optimizer_config)
-            lora = (
-                body.lora_config if body.lora_config is not None and body.lora_config.rank else None
-            )
+            has_lora = body.lora_config is not None and body.lora_config.rank
+            lora = body.lora_config if has_lora else None
             settings = ModelSettings(base_model=body.base_model, lora=lora)
-        base = self._backend.base_model
-        check_base(base, settings.base_model)
-        if settings.lora is None and base.min_lora_rank:
-            raise InvalidRequestError(
-                f"lora_config.rank=0: must be {base.min_lora_rank} to {base.max_lora_rank}, this "
-                "server trains adapters only"
-            )
-        adapters = None if settings.lora is None else make_lora_config(settings.lora, base)
+        adapters = self._make_adapters(settings)
+
+        # All checks come first: from here on the model's id is used up.
         self._check_room(settings, owner)
         request = self._futures.begin(future.request_id, owner=owner)
         record = RunRecord(
@@ -170,29 +167,49 @@ class TrainingCalls:
             created_s=self._parts.wall_time_s(),
             user_metadata=body.user_metadata,
         )
-        ended = [i for i, one in session.models.items() if not one.in_memory]
-        for i in ended[:-KEPT]:
-            del session.models[i]
-        model = session.models[model_id] = ModelStream(
-            record,
-            backend=self._backend,
-            futures=self._futures,
-            background=self._parts.background,
-            gap_timeout_s=self._parts.limits.gap_timeout_s,
-        )
+        stream = self._add_stream(session, record)
 
         async def create() -> Answer:
             async with self._backend.trainer(owner) as trainer:
                 await trainer.create_model(model_id, adapters)
-                model.is_created = True
+                # Loading the weights may fail, and the model has to be deleted then too.
+                stream.is_created = True
                 if isinstance(body, wire.CreateModelRequest):
                     return wire.CreateModelResponse(model_id=model_id)
                 assert stored is not None
                 await trainer.load_model(model_id, str(stored.data), optimizer=body.optimizer)
             return wire.LoadWeightsResponse(path=body.path, model_id=model_id)
 
-        model.start(request, create)
+        stream.start(request, create)
         return future
+
+    def _make_adapters(self, settings: ModelSettings) -> LoRA.Config | None:
+        """Return a new model's adapters; raise InvalidRequestError if it cannot be trained."""
+        base = self._backend.base_model
+        check_base(base, settings.base_model)
+        if settings.lora is not None:
+            return make_lora_config(settings.lora, base)
+        if base.min_lora_rank:
+            raise InvalidRequestError(
+                f"lora_config.rank=0: must be {base.min_lora_rank} to {base.max_lora_rank}, this "
+                "server trains adapters only"
+            )
+        return None
+
+    def _add_stream(self, session: Session, record: RunRecord) -> ModelStream:
+        # Models that have ended stay, so that a repeated creation is known as one.
+        ended = [i for i, one in session.models.items() if not one.in_memory]
+        for i in ended[:-KEPT]:
+            del session.models[i]
+        stream = ModelStream(
+            record,
+            backend=self._backend,
+            futures=self._futures,
+            background=self._parts.background,
+            gap_timeout_s=self._parts.limits.gap_timeout_s,
+        )
+        session.models[record.model_id] = stream
+        return stream
 
     def _check_room(self, settings: ModelSettings, owner: str) -> None:
         """Raise LimitReachedError if there is no room for another model."""
@@ -201,6 +218,7 @@ class TrainingCalls:
             raise LimitReachedError(
                 f"limit models: {limits.models} are in memory; finish the session of one"
             )
+        # Weights, gradient and two moments of Adam, in float32.
         self._sampling.weights.make_room(
             owner, 16 * self._backend.base_model.count_trained(settings.lora)
         )
@@ -214,6 +232,7 @@ class TrainingCalls:
         return await self.forward_backward(body, owner=owner)
 
     def decode(self, body: bytes) -> ForwardBackwardBody:
+        """Decode and translate a body; takes long for a large one."""
         return read_forward_backward(body, base=self._backend.base_model)
 
     async def forward_backward(self, body: ForwardBackwardBody, *, owner: Owner) -> Future:
@@ -223,6 +242,7 @@ class TrainingCalls:
         if isinstance(content, InvalidRequestError):
             return stream.refuse(body.seq_id, content, adds_gradient=body.backward)
 
+        # In the stream's turn; until then the request holds its decoded samples.
         async def run() -> Answer:
             samples = content.samples.samples
             async with self._backend.trainer(owner) as trainer:
@@ -255,7 +275,8 @@ class TrainingCalls:
 
         async def step() -> Answer:
             async with self._backend.trainer(owner) as trainer:
-                if failed := ", ".join(map(str, stream.failed)):
+                if stream.failed:
+                    failed = ", ".join(map(str, stream.failed))
                     stream.failed.clear()
                     await trainer.drop_gradient(model_id=stream.model_id)
                     raise InvalidRequestError(

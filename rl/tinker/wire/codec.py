@@ -125,6 +125,8 @@ class ForwardBackwardBody:
 
 def read_forward_backward(body: bytes, *, base: BaseModel) -> ForwardBackwardBody:
     """Decode a body; raise InvalidRequestError if it is no message."""
+    # A body that is no message names no model; with any other mistake the request has a seq id,
+    # which it uses up.
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -166,6 +168,7 @@ def decode_data(message: pb.ForwardBackwardRequest, *, max_values: int) -> tuple
         inputs = {}
         for name, tensor in datum.loss_fn_inputs.items():
             where = f"data[{i}].loss_fn_inputs[{name!a:.100}]"
+            # Counted before anything is made dense: a few bytes can claim many gigabytes.
             num_values += _count_values(tensor, most=max_values, where=where)
             if num_values > max_values:
                 raise InvalidRequestError(
@@ -195,7 +198,8 @@ def merge_loss_settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
 def _read_tokens(chunks: Iterable[pb.Chunk], *, where: str) -> np.ndarray:
     parts = [np.zeros(0, np.int32)]
     for i, chunk in enumerate(chunks):
-        if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
             raise InvalidRequestError(
                 f"{where}[{i}]: is a chunk of type {kind}: must be encoded_text"
             )
@@ -206,6 +210,7 @@ def _read_tokens(chunks: Iterable[pb.Chunk], *, where: str) -> np.ndarray:
 
 def _count_values(message: pb.Tensor, *, most: int, where: str) -> int:
     """Return the number of values of the dense tensor."""
+    # Three, as a hostile shape may have millions of sizes.
     shape = list(message.shape[:3])
     if len(shape) > 2 or not all(0 <= size <= most for size in shape):
         raise InvalidRequestError(
@@ -217,7 +222,8 @@ def _count_values(message: pb.Tensor, *, most: int, where: str) -> int:
 
 def _read_array(message: pb.Tensor, *, where: str) -> np.ndarray:
     """Return an [N] or [N, K] array of float32 or int64; sparse ones become dense."""
-    if (dtype := DTYPES.get(message.dtype)) is None:
+    dtype = DTYPES.get(message.dtype)
+    if dtype is None:
         names = pb.DType.DESCRIPTOR.values_by_number
         name = names[message.dtype].name if message.dtype in names else str(message.dtype)
         raise InvalidRequestError(f"{where}.dtype: {name}, must be float32 or int64")
@@ -257,6 +263,7 @@ def _make_dense(
         csr.col_indices, np.dtype("<i8"), where=f"{where}.sparse_csr.col_indices"
     )
     values = _read_values(csr.values, dtype, where=f"{where}.sparse_csr.values")
+    # Unchecked indices out of range would read foreign memory.
     crow, col, val = torch.from_numpy(rows), torch.from_numpy(columns), torch.from_numpy(values)
     try:
         with warnings.catch_warnings():
@@ -291,6 +298,7 @@ def encode_forward_backward(
 
 
 def encode_sample(output: SampleOutput, request: SampleRequest) -> pb.SampleResponse:
+    """Encode completions, and the prompt's logprobs as far as they were requested."""
     sequences = [
         pb.SampledSequence(
             stop_reason=pb.STOP_REASON_STOP
@@ -302,10 +310,12 @@ def encode_sample(output: SampleOutput, request: SampleRequest) -> pb.SampleResp
         for one in output.completions
     ]
     message = pb.SampleResponse(sequences=sequences)
-    if (found := output.of_prompt) is not None:
+    found = output.of_prompt
+    if found is not None:
         if request.prompt_logprobs:
             message.prompt_logprobs = _to_bytes(found.logprobs, "<f4")
-        if k := request.topk_prompt_logprobs:
+        k = request.topk_prompt_logprobs
+        if k:
             empty_NK = (found.top_ids < 0) | np.isnan(found.top_logprobs)
             top = message.topk_prompt_logprobs
             top.token_ids = _to_bytes(np.where(empty_NK, 0, found.top_ids), "<i4")
@@ -326,7 +336,8 @@ def check_sample(body: wire.SampleRequest, base: BaseModel) -> SampleRequest:
     field.
     """
     for name in UNSUPPORTED:
-        if value := getattr(body, name):
+        value = getattr(body, name)
+        if value:
             raise InvalidRequestError(f"{name}: {value!a:.80} is not supported; leave it out")
     params = body.sampling_params
     prompt = _read_prompt(body, base)
@@ -340,6 +351,7 @@ def check_sample(body: wire.SampleRequest, base: BaseModel) -> SampleRequest:
         )
     stop_ids = [entry for entry in stop if isinstance(entry, int)]
     check_ids(np.array(stop_ids, object), base.vocab_size, where="sampling_params.stop")
+    # Without max_tokens a completion may fill the context, and it never exceeds it.
     room = base.max_context_length - prompt.size
     return SampleRequest(
         prompt=prompt,
@@ -366,6 +378,7 @@ def _read_prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
                 f"prompt.chunks[{i}].type: {chunk.type!a}, must be 'encoded_text'"
             )
         tokens += chunk.tokens
+    # A prompt that fills the context can be scored, but not continued.
     asks_prompt = body.prompt_logprobs or body.topk_prompt_logprobs > 0
     longest = base.max_context_length if asks_prompt else base.max_context_length - 1
     if not 1 <= len(tokens) <= longest:
@@ -373,11 +386,13 @@ def _read_prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
             f"prompt: has {len(tokens)} tokens: must be 1 to {longest}; the model's context has "
             f"{base.max_context_length}"
         )
+    # As objects: an integer of the wire may not fit into 64 bits.
     check_ids(np.array(tokens, object), base.vocab_size, where="prompt")
     return np.array(tokens, np.int32)
 
 
 def _check_ranges(body: wire.SampleRequest, num_tokens: int, base: BaseModel) -> None:
+    # 0 is greedy; the samplers cannot divide logits by a temperature just above it.
     params, coldest = body.sampling_params, base.min_temperature
     most_top = (
         min(base.vocab_size, MAX_TOP_VALUES // num_tokens) if base.topk_prompt_logprobs else 0

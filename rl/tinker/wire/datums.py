@@ -55,6 +55,11 @@ class WireLoss:
     """True if a token with advantage 0 contributes exactly 0, to the gradient too."""
 
     def build(self, settings: Mapping[str, float]) -> Loss:
+        """Build the loss, with default values for what the settings leave out.
+
+        Example:
+            `find_loss("dro").build({"beta": 0.1})` is `DROLoss(normalization="none", beta=0.1)`.
+        """
         for name, value in settings.items():
             if name not in self.defaults:
                 valid = (
@@ -108,6 +113,7 @@ LOSSES: Mapping[str, WireLoss] = {loss.name: loss for loss in _LOSSES}
 
 
 def find_loss(name: str) -> WireLoss:
+    """Return a loss of the API; raise InvalidRequestError, which lists them, if there is none."""
     if name not in LOSSES:
         raise InvalidRequestError(f"loss_fn={name!r:.100}: must be one of {', '.join(LOSSES)}")
     return LOSSES[name]
@@ -121,6 +127,7 @@ def collect_metrics(result: ForwardBackwardResult, loss: WireLoss) -> dict[str, 
         "num_tokens:sum": float(num_tokens),
         "entropy:sum": result.entropy_mean * num_tokens,
     }
+    # Only of losses that clip, or that have logprobs to compare with.
     if HIGH in loss.defaults:
         metrics["num_clipped:sum"] = float(round(result.clipped_fraction * num_tokens))
     if LOGPROBS in loss.required:
@@ -164,8 +171,13 @@ class WireSamples:
 
     @property
     def num_bytes(self) -> int:
-        arrays = (getattr(sample, item.name) for sample in self.samples for item in fields(sample))
-        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+        num_bytes = 0
+        for sample in self.samples:
+            for item in fields(sample):
+                value = getattr(sample, item.name)
+                if isinstance(value, np.ndarray):
+                    num_bytes += value.nbytes
+        return num_bytes
 
     def split_logprobs(self, of_samples: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Return each datum's [N] or [N, K] logprobs, from the samples' [T] or [T, K]."""
@@ -201,6 +213,7 @@ def make_samples(data: Sequence[Datum], loss: WireLoss, base: BaseModel) -> Wire
             f"{most} targets: must be at most {MAX_TARGETS} targets together; send data of similar "
             "widths together"
         )
+    # Plain samples need no targets of their own, and a prompt that several share is computed once.
     plain = most is None and all(
         np.array_equal(t[:-1], datum.tokens[1:]) for t, datum in zip(targets, data, strict=True)
     )
@@ -213,7 +226,9 @@ def _sample(datum: Datum, loss: WireLoss, *, width: int | None, plain: bool) -> 
     targets = inputs[TARGETS]
     weights = inputs.get(WEIGHTS if LOGPROBS not in loss.required else ADVANTAGES)
     advantages = np.ones(targets.shape, np.float32) if weights is None else weights
+    # A token that adds exactly 0 need not be trained; dro has a term without the advantage.
     mask = advantages != 0 if loss.only_advantages else np.ones(targets.shape, np.bool_)
+    # The last token of a sample is a target only, and its id is never read where targets are given.
     last = targets[-1] if plain else 0
 
     def shifted(values: np.ndarray, dtype: type) -> np.ndarray:
@@ -248,11 +263,12 @@ def _check_datum(datum: Datum, loss: WireLoss, base: BaseModel, *, where: str) -
             f"{where}.model_input: has {len(tokens)} tokens: must be 1 to {longest}, the model's "
             "context without the last target"
         )
+    readable = (*loss.required, *loss.optional)
     for name in inputs:
-        if name not in (read := (*loss.required, *loss.optional)):
+        if name not in readable:
             raise InvalidRequestError(
                 f"{where}.loss_fn_inputs: has {name!r:.100}, which {loss.name} does not read: it "
-                f"reads {', '.join(read)}"
+                f"reads {', '.join(readable)}"
             )
     for name in loss.required:
         if name not in inputs:
@@ -299,5 +315,6 @@ def _check_values(values: np.ndarray, shape: tuple[int, ...], *, where: str) -> 
         raise InvalidRequestError(
             f"{where}: has shape {list(values.shape)}: must be {list(shape)}, as target_tokens"
         )
-    if not (finite := np.isfinite(values)).all():
+    finite = np.isfinite(values)
+    if not finite.all():
         raise InvalidRequestError(f"{where}: has {values[~finite][0]}: must be finite numbers")
