@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -28,6 +27,7 @@ from rl.config.tree import check_bounds
 from rl.observability.console import print_line
 from rl.tinker.app import make_app
 from rl.tinker.auth import PREFIX, Keys, limit_connections, read_keys
+from rl.tinker.backend import TinkerBackend
 from rl.tinker.compat import end_by_signal
 from rl.tinker.service.service import Service
 from rl.tinker.types import Limits
@@ -36,9 +36,6 @@ from rl.utils.malloc import give_back_freed_memory
 from rl.utils.printing import say_error
 from rl.utils.proxies import LOOPBACK_NAMES, is_loopback
 from rl.utils.signals import handling_end_signals
-
-if TYPE_CHECKING:
-    from rl.tinker.backend import TinkerBackend
 
 KEY_FILE = ".api_key"
 ANY_KEY = (

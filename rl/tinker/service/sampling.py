@@ -99,22 +99,27 @@ class OpenWeights:
     def open(self, stored: Stored | None, owner: str) -> Weights:
         """Return saved weights, or the base model's (None); they may still be opening."""
         key = "base" if stored is None else str(stored.data)
-        found = self._open.get(key)
-        if found is None or found.could_not_open:
-            lora = None if stored is None else stored.record.settings.lora
-            adapters = (
-                None if lora is None else make_lora_config(lora, self._parts.backend.base_model)
-            )
-            num_bytes = 0 if stored is None else self._count_bytes(stored.record.settings)
-            self.make_room(owner, num_bytes)
-            opening = self._parts.backend.open(
-                adapters, None if stored is None else stored.data, owner
-            )
+        weights = self._open.get(key)
+        if weights is None or weights.could_not_open:
+            weights = self._open[key] = self._start_opening(key, stored, owner)
+        return weights
+
+    def _start_opening(self, key: str, stored: Stored | None, owner: str) -> Weights:
+        if stored is None:
+            # The base model belongs to nobody, so nobody's limit counts it.
+            opening = self._parts.backend.open(None, None, owner)
             version = self._parts.background.start(opening, f"opening of {key}")
-            found = self._open[key] = Weights(
-                key, None if stored is None else owner, version, num_bytes
-            )
-        return found
+            return Weights(key, None, version)
+
+        settings = stored.record.settings
+        adapters = None
+        if settings.lora is not None:
+            adapters = make_lora_config(settings.lora, self._parts.backend.base_model)
+        num_bytes = self._count_bytes(settings)
+        self.make_room(owner, num_bytes)
+        opening = self._parts.backend.open(adapters, stored.data, owner)
+        version = self._parts.background.start(opening, f"opening of {key}")
+        return Weights(key, owner, version, num_bytes)
 
     def make_room(self, owner: str, num_bytes: int) -> None:
         """Close weights until there is room for more state.
@@ -124,26 +129,26 @@ class OpenWeights:
         """
         most = self._parts.limits.most_state_bytes
         while num_bytes:
-            held = self._sum_state_bytes()
-            if held.total() + num_bytes <= most:
+            bytes_by_owner = self._sum_state_bytes()
+            if bytes_by_owner.total() + num_bytes <= most:
                 return
             # With what it asks for, this owner may be the one who has most.
-            held[owner] += num_bytes
+            bytes_by_owner[owner] += num_bytes
             why = (
                 "limit all_state_bytes: the models and open weights of all keys have more than "
                 f"{most} bytes"
             )
-            if self._close_oldest(owner, why, held) is None:
+            if self._close_oldest(owner, why, bytes_by_owner) is None:
                 raise LimitReachedError(f"{why}; finish a session")
 
     def _sum_state_bytes(self) -> Counter[str]:
         """Return the bytes of models and open weights by owner."""
-        held: Counter[str] = Counter()
+        bytes_by_owner: Counter[str] = Counter()
         for model in self._parts.sessions.list_all_streams():
-            held[model.owner] += model.num_bytes
+            bytes_by_owner[model.owner] += model.num_bytes
         for one in self._open.values():
-            held[one.owner or ""] += one.num_bytes  # 0 of the base model's
-        return held
+            bytes_by_owner[one.owner or ""] += one.num_bytes  # 0 of the base model's
+        return bytes_by_owner
 
     def _count_bytes(self, settings: ModelSettings) -> int:
         """Return the bytes of a snapshot of a model's trained weights."""
@@ -189,11 +194,11 @@ class OpenWeights:
         return Counter(one.owner for one in self._open.values() if one.owner is not None)
 
     def _close_oldest(
-        self, owner: str, why: str, held: Counter[str] | None = None
+        self, owner: str, why: str, amounts: Counter[str] | None = None
     ) -> asyncio.Task[None] | None:
         """Close weights of the owner who has most, by number unless given, or else of this one."""
-        held = self._count_open() if held is None else held
-        most = max(held, key=lambda one: (held[one], one == owner), default=owner)
+        amounts = self._count_open() if amounts is None else amounts
+        most = max(amounts, key=lambda one: (amounts[one], one == owner), default=owner)
         return self._close_oldest_of(most, why) or self._close_oldest_of(owner, why)
 
     def _close_oldest_of(self, owner: str, why: str) -> asyncio.Task[None] | None:
@@ -262,7 +267,7 @@ class SamplingSessions:
             )
         source = self.find_source(session_id, owner)
         request_id = f"{session_id}:{check_seq_id('seq_id', body.seq_id, first=0)}"
-        asked = check_sample(body, self._parts.backend.base_model)
+        sample = check_sample(body, self._parts.backend.base_model)
         futures = self._parts.futures
         if request_id not in futures:
             # A session may be older than a deletion, so its weights are checked at each sample.
@@ -272,15 +277,15 @@ class SamplingSessions:
             stop_bytes = 0
             for one in stop:
                 stop_bytes += 4 * len(one) if isinstance(one, str) else 32
-            num_bytes = asked.prompt.nbytes + SMALL_BYTES * body.num_samples + stop_bytes
+            num_bytes = sample.prompt.nbytes + SMALL_BYTES * body.num_samples + stop_bytes
             request = futures.begin(request_id, owner=owner, num_bytes=num_bytes)
 
             async def sampled() -> Result:
                 # Shared with other samples: one that is cancelled must not stop the opening.
                 version = await asyncio.shield(weights.version)
-                output = await self._parts.backend.sample(version, asked, owner)
+                output = await self._parts.backend.sample(version, sample, owner)
                 return await encode_message(
-                    partial(encode_sample, output, asked), num_bytes=output.num_bytes
+                    partial(encode_sample, output, sample), num_bytes=output.num_bytes
                 )
 
             self.weights.acquire(weights)

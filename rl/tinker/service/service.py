@@ -200,8 +200,8 @@ class Runs:
             records = {record.model_id: record for record in self._storage.list_runs(owner)}
             records |= in_memory
             newest = sorted(records.values(), key=lambda record: record.created_s, reverse=True)
-            some, cursor = _take_page(newest, offset=offset, limit=limit)
-            runs = [self._describe(record) for record in some]
+            page, cursor = _take_page(newest, offset=offset, limit=limit)
+            runs = [self._describe(record) for record in page]
             return wire.TrainingRunsResponse(training_runs=runs, cursor=cursor)
 
         return await self._run_in_turn(owner, read)
@@ -214,9 +214,9 @@ class Runs:
         self, run_id: Id, *, owner: Owner
     ) -> wire.CheckpointsListResponse:
         read = partial(self._storage.list_checkpoints, self._record(run_id, owner).model_id)
-        found = await self._run_in_turn(owner, read)
+        checkpoints = await self._run_in_turn(owner, read)
         return wire.CheckpointsListResponse(
-            checkpoints=[_describe_checkpoint(stored) for stored in found]
+            checkpoints=[_describe_checkpoint(stored) for stored in checkpoints]
         )
 
     async def list_checkpoints(
@@ -230,9 +230,9 @@ class Runs:
             )
 
         newest = await self._run_in_turn(owner, read)
-        some, cursor = _take_page(newest, offset=offset, limit=limit)
+        page, cursor = _take_page(newest, offset=offset, limit=limit)
         return wire.CheckpointsListResponse(
-            checkpoints=[_describe_checkpoint(one) for one in some], cursor=cursor
+            checkpoints=[_describe_checkpoint(one) for one in page], cursor=cursor
         )
 
     async def delete_checkpoint(self, run_id: Id, kind: Kind, name: Id, *, owner: Owner) -> None:
@@ -276,12 +276,12 @@ class Runs:
         return record
 
     def _describe(self, record: RunRecord) -> wire.TrainingRun:
-        found = self._storage.list_checkpoints(record.model_id)
-        checkpoints = [_describe_checkpoint(stored) for stored in found]
+        stored_checkpoints = self._storage.list_checkpoints(record.model_id)
+        checkpoints = [_describe_checkpoint(stored) for stored in stored_checkpoints]
         # The list is newest first, and the last entry of a kind counts.
         newest = {one.checkpoint_type: one for one in reversed(checkpoints)}
         lora = record.settings.lora
-        times_s = [record.created_s, *(stored.record.created_s for stored in found)]
+        times_s = [record.created_s, *(stored.record.created_s for stored in stored_checkpoints)]
         return wire.TrainingRun(
             training_run_id=record.model_id,
             base_model=record.settings.base_model,

@@ -66,10 +66,10 @@ class Sessions:
         self, body: CreateSessionBody, *, owner: Owner
     ) -> wire.CreateSessionResponse:
         """Open a session, which lives until it is finished or silent for too long."""
-        own = [one for one in self._sessions.values() if one.owner == owner]
+        sessions = [one for one in self._sessions.values() if one.owner == owner]
         # A session whose models still end holds memory, so it counts as one that has not ended.
-        ended = [one for one in own if one.ended and not one.models]
-        if len(own) - len(ended) >= MAX_SESSIONS:
+        ended = [one for one in sessions if one.ended and not one.models]
+        if len(sessions) - len(ended) >= MAX_SESSIONS:
             raise LimitReachedError(
                 f"this key has {MAX_SESSIONS} sessions that have not ended; finish one of them"
             )

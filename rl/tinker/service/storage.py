@@ -242,9 +242,11 @@ class Storage:
         if parsed.checkpoint_type != kind:
             raise InvalidRequestError(f"path={path}: {_OTHER_KIND[kind]}")
         stored = self.find(parsed, owner)
-        own = stored.record.settings.base_model
-        if base_model not in (None, own):
-            raise InvalidRequestError(f"base_model={base_model!r}: must be {own!r}, as in {path}")
+        saved_model = stored.record.settings.base_model
+        if base_model not in (None, saved_model):
+            raise InvalidRequestError(
+                f"base_model={base_model!r}: must be {saved_model!r}, as in {path}"
+            )
         return stored
 
     # Writing

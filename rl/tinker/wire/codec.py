@@ -299,28 +299,27 @@ def encode_forward_backward(
 
 def encode_sample(output: SampleOutput, request: SampleRequest) -> pb.SampleResponse:
     """Encode completions, and the prompt's logprobs as far as they were requested."""
-    sequences = [
-        pb.SampledSequence(
-            stop_reason=pb.STOP_REASON_STOP
-            if one.finish_reason == "stop"
-            else pb.STOP_REASON_LENGTH,
-            tokens=_to_bytes(one.token_ids, "<i4"),
-            logprobs=_to_bytes(one.logprobs, "<f4"),
+    message = pb.SampleResponse()
+    for completion in output.completions:
+        is_stopped = completion.finish_reason == "stop"
+        message.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP if is_stopped else pb.STOP_REASON_LENGTH,
+            tokens=_to_bytes(completion.token_ids, "<i4"),
+            logprobs=_to_bytes(completion.logprobs, "<f4"),
         )
-        for one in output.completions
-    ]
-    message = pb.SampleResponse(sequences=sequences)
-    found = output.of_prompt
-    if found is not None:
+    of_prompt = output.of_prompt
+    if of_prompt is not None:
         if request.prompt_logprobs:
-            message.prompt_logprobs = _to_bytes(found.logprobs, "<f4")
+            message.prompt_logprobs = _to_bytes(of_prompt.logprobs, "<f4")
         k = request.topk_prompt_logprobs
         if k:
-            empty_NK = (found.top_ids < 0) | np.isnan(found.top_logprobs)
+            empty_NK = (of_prompt.top_ids < 0) | np.isnan(of_prompt.top_logprobs)
             top = message.topk_prompt_logprobs
-            top.token_ids = _to_bytes(np.where(empty_NK, 0, found.top_ids), "<i4")
-            top.logprobs = _to_bytes(np.where(empty_NK, MASKED_LOGPROB, found.top_logprobs), "<f4")
-            top.k, top.length = k, len(found.top_ids)
+            top.token_ids = _to_bytes(np.where(empty_NK, 0, of_prompt.top_ids), "<i4")
+            top.logprobs = _to_bytes(
+                np.where(empty_NK, MASKED_LOGPROB, of_prompt.top_logprobs), "<f4"
+            )
+            top.k, top.length = k, len(of_prompt.top_ids)
     return message
 
 
