@@ -61,7 +61,7 @@ MAX_FRAMES = 4
 ROOT = f"{Path(__file__).resolve().parent.parent.parent}/"
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _NOT_OURS = re.compile(
-    r"/(site|dist)-packages/|/lib/python3\.|<|/(process_main|threads|launch|interpreter)\.py$"
+    r"/(site|dist)-packages/|/lib/python3\.|<|/(process_main|threads|launcher|interpreter)\.py$"
 )
 """Files of Python, of packages, and of this project that are in the stacks of idle threads too."""
 

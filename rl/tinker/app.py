@@ -21,9 +21,9 @@ from starlette.responses import Response
 from tinker.types.try_again_response import TryAgainResponse
 
 from rl.tinker.auth import COMPATIBLE_PATHS, KEY_HEADER, AccessGuard, Keys
-from rl.tinker.codec import PROTOBUF
-from rl.tinker.service import Service
+from rl.tinker.service.service import Service
 from rl.tinker.types import TinkerError
+from rl.tinker.wire.codec import PROTOBUF
 
 log = logging.getLogger(__name__)
 
@@ -63,15 +63,16 @@ EMPTY: dict[str, Any] = {"status_code": 204}
 
 
 def _add_calls(router: APIRouter, service: Service) -> None:
+    # FastAPI reads bodies, parts of paths and owners from the types of the service's methods.
     def add(
         method: str, path: str, call: Callable[..., Any], options: Mapping[str, Any] | None = None
     ) -> None:
         router.add_api_route(f"/{path}", call, methods=[method], **(options or {}))
 
-    add("POST", "client/config", service.client_config)
-    add("POST", "client/dynamic_config", service.dynamic_config)
-    add("POST", "telemetry", service.telemetry)
-    add("GET", "get_server_capabilities", service.capabilities)
+    add("POST", "client/config", service.get_client_config)
+    add("POST", "client/dynamic_config", service.get_dynamic_config)
+    add("POST", "telemetry", service.discard_telemetry)
+    add("GET", "get_server_capabilities", service.get_capabilities)
 
     sessions = service.sessions
     add("POST", "create_session", sessions.create_session)
@@ -90,19 +91,19 @@ def _add_calls(router: APIRouter, service: Service) -> None:
     sampling = service.sampling
     add("POST", "create_sampling_session", sampling.create_sampling_session)
     add("POST", "asample", sampling.asample)
-    add("GET", "samplers/{sampler_id}", sampling.sampler)
+    add("GET", "samplers/{sampler_id}", sampling.get_sampler)
 
     add("POST", "retrieve_future", service.retrieve_future, RESULT)
     add("POST", "cancel_future", service.cancel_future, EMPTY)
 
     runs, checkpoint = service.runs, "training_runs/{run_id}/checkpoints/{kind}/{name}"
-    add("GET", "training_runs", runs.training_runs)
-    add("GET", "training_runs/{run_id}", runs.training_run)
-    add("GET", "training_runs/{run_id}/checkpoints", runs.checkpoints_of_run)
-    add("GET", "checkpoints", runs.checkpoints)
+    add("GET", "training_runs", runs.list_training_runs)
+    add("GET", "training_runs/{run_id}", runs.get_training_run)
+    add("GET", "training_runs/{run_id}/checkpoints", runs.list_checkpoints_of_run)
+    add("GET", "checkpoints", runs.list_checkpoints)
     add("DELETE", checkpoint, runs.delete_checkpoint, EMPTY)
     add("PUT", f"{checkpoint}/ttl", runs.set_ttl, EMPTY)
-    add("POST", "weights_info", runs.weights_info)
+    add("POST", "weights_info", runs.get_weights_info)
 
 
 def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> FastAPI:
@@ -115,12 +116,12 @@ def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> 
     }
     # Without documentation pages, which would load scripts from elsewhere.
     app = FastAPI(title="Tinker API", version="1", openapi_url=None, responses=errors)
-    app.add_exception_handler(TinkerError, _tinker_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _unexpected)
-    app.add_middleware(AccessGuard, keys=keys, hosts=hosts, limits=service.http)
-    app.add_api_route(f"{PREFIX}/healthz", _health, methods=["GET"])
+    app.add_exception_handler(TinkerError, _answer_tinker_error)
+    app.add_exception_handler(RequestValidationError, _answer_validation_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(Exception, _answer_unexpected)
+    app.add_middleware(AccessGuard, keys=keys, hosts=hosts, limits=service.limits)
+    app.add_api_route(f"{PREFIX}/healthz", _answer_health, methods=["GET"])
     router = APIRouter()
     _add_calls(router, service)
     app.include_router(router, prefix=PREFIX, dependencies=[Security(_key)])
@@ -137,7 +138,7 @@ def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> 
     return app
 
 
-async def _health() -> dict[str, str]:
+async def _answer_health() -> dict[str, str]:
     return {"status": "ok"}
 
 
@@ -146,18 +147,19 @@ def _answer(status: int, detail: str, headers: Mapping[str, str] | None = None) 
     return Response(json.dumps({"detail": detail}), status, headers, "application/json")
 
 
-async def _tinker_error(request: Request, error: Exception) -> Response:
+async def _answer_tinker_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TinkerError)
     return _answer(error.status, str(error))
 
 
-async def _validation_error(request: Request, error: Exception) -> Response:
+async def _answer_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return _answer(422, "; ".join(_text(item) for item in error.errors()[:MAX_SHOWN_ERRORS]))
+    return _answer(422, "; ".join(_describe(item) for item in error.errors()[:MAX_SHOWN_ERRORS]))
 
 
-def _text(item: Mapping[str, Any]) -> str:
+def _describe(item: Mapping[str, Any]) -> str:
     """Return a text such as "body.num_samples: Input should be a valid integer, not 'x'"."""
+    # The value may have megabytes, and a place the names of a hostile body.
     place = ".".join(str(part)[:80] for part in item["loc"])
     # reprlib, which looks at the first entries only.
     value = (
@@ -168,7 +170,7 @@ def _text(item: Mapping[str, Any]) -> str:
     return f"{place}: {item['msg']}{value}"
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if request.url.path.startswith(COMPATIBLE_PATHS):
         return _answer(
@@ -184,6 +186,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return _answer(error.status_code, str(error.detail), error.headers)
 
 
-async def _unexpected(request: Request, error: Exception) -> Response:
+async def _answer_unexpected(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return _answer(500, "an error in the server, which has logged it")

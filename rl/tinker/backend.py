@@ -65,8 +65,12 @@ PROBED_TOKENS = 16
 
 
 class Base(Configurable):
+    """Base model that a backend offers: its folder, its layout, and what clients are told of it."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Source of the model, its name, and the adapters that clients may ask for."""
+
         name: str | None = None
         """Name that clients ask for and open the tokenizer by, such as "Qwen/Qwen3-0.6B"; None: the
         path of its folder, which needs no hub."""
@@ -112,6 +116,7 @@ class Base(Configurable):
             ValueError: the folder is incomplete or of an unsupported architecture, or a micro-batch
                 cannot hold the context.
         """
+        # A drawn model is written to a folder like any other: training and samplers read it there.
         cache = Path(cache).expanduser().absolute()
         if config.folder is None:
             spec = replace(
@@ -132,6 +137,7 @@ class Base(Configurable):
         context = self.spec.model.rope.max_positions if context is None else context
         name = config.name or str(self.folder)
         _check_room(name, context, training)
+        # A head that is tied to the embedding has no adapter of its own.
         has_head = not self.spec.model.tie_embeddings
         self.model = BaseModel(
             name=name,
@@ -143,16 +149,17 @@ class Base(Configurable):
             tie_embeddings=self.spec.model.tie_embeddings,
             min_lora_rank=config.min_lora_rank,
             max_lora_rank=config.max_lora_rank,
-            num_parameters=_num_trained(self.spec, None),
-            num_parameters_per_rank=_num_trained(
+            num_parameters=_count_trained(self.spec, None),
+            num_parameters_per_rank=_count_trained(
                 self.spec, LoRA.Config(rank=1, unembedding=has_head)
             ),
         )
 
 
-def _num_trained(spec: ModelSpec, lora: LoRA.Config | None) -> int:
+def _count_trained(spec: ModelSpec, lora: LoRA.Config | None) -> int:
     """Return the number of parameters that a model trains."""
     spec, converters = adapted(replace(spec, batch_invariant=False), lora)
+    # On the meta device, which has shapes without memory.
     with torch.device("meta"):
         model = spec.model.build()
         ModelConverters(
@@ -177,7 +184,7 @@ def _check_room(name: str, context: int, training: TrainingConfig) -> None:
         )
 
 
-def lora_config(lora: wire.LoraConfig, base: BaseModel) -> LoRA.Config:
+def make_lora_config(lora: wire.LoraConfig, base: BaseModel) -> LoRA.Config:
     """Return the adapters of a model; raise InvalidRequestError if they cannot be created."""
     or_all = "" if base.min_lora_rank else ", unless it is 0 to train all parameters"
     check_range(
@@ -209,6 +216,9 @@ class Workers(Protocol):
 
     num_sequences: int
     """Sequences that several owners draw at once; 0: the owners draw one after another."""
+
+    # Calls about models, with the names and meanings of the training engine
+    # (rl/training/models.py, rl/training/engine.py). Never two at once.
 
     async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None: ...
 
@@ -242,9 +252,13 @@ class Workers(Protocol):
         """
         ...
 
-    async def serve(self, version: int) -> object: ...
+    async def serve(self, version: int) -> object:
+        """Let all generators pull a version; no request runs meanwhile."""
+        ...
 
-    async def forget(self, version: int) -> None: ...
+    async def forget(self, version: int) -> None:
+        """Drop a version that nothing samples from any more."""
+        ...
 
     async def generate_in_turns(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
@@ -256,9 +270,13 @@ class Workers(Protocol):
         """End the calls of `generate_in_turns` under way soon; one may be missed."""
         ...
 
-    async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs: ...
+    async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs:
+        """Return the logprobs of a prompt's tokens, and the `top_k` likeliest at each position."""
+        ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """End all workers; their calls fail."""
+        ...
 
 
 class TinkerBackend(Configurable):
@@ -304,6 +322,7 @@ class TinkerBackend(Configurable):
 
     async def close(self) -> None:
         """End everything; calls in progress fail. Idempotent."""
+        # First, so that calls that wait for their turn fail in place of using closed workers.
         self._failure = RuntimeError("the backend is closed")
         workers, self._workers = self._workers, None
         if workers is not None:
@@ -312,7 +331,7 @@ class TinkerBackend(Configurable):
     @asynccontextmanager
     async def trainer(self, owner: str = "") -> AsyncIterator[Workers]:
         """Lock calls about models, which never overlap; turn refusals into InvalidRequestError."""
-        async with self._order.held_by(owner), self._refusing() as workers:
+        async with self._order.lock_for(owner), self._translate_errors() as workers:
             yield workers
 
     # Weights to sample from, which never change: versions
@@ -331,40 +350,44 @@ class TinkerBackend(Configurable):
         """Return the version of a folder of `save_model`, or with None that of the base model."""
         async with self.trainer(owner) as workers:
             if folder is not None:
-                return await self._loaded(workers, lora, folder)
+                return await self._load(workers, lora, folder)
             if self._base_version is None:
                 # Fresh adapters change nothing, and need no copy of the base.
                 fresh = wire.LoraConfig(rank=1, seed=0, train_unembed=False)
-                lora = lora_config(fresh, self.base_model)
-                self._base_version = await self._loaded(workers, lora, None)
+                lora = make_lora_config(fresh, self.base_model)
+                self._base_version = await self._load(workers, lora, None)
             return self._base_version
 
     async def forget(self, version: int) -> None:
         """Drop a version that has no requests any more; the base stays."""
+        # Every session without saved weights samples from the base, which is loaded once.
         if version != self._base_version and self._workers is not None:
             await self._workers.forget(version)
 
     async def sample(self, version: int, request: SampleRequest, owner: str = "") -> SampleOutput:
         """Answer a request; a cancelled one ends its work at the next token."""
         sampling, top_k = request.sampling, request.topk_prompt_logprobs
+        # A prompt that fills the context has no completion, but its logprobs.
         completions, of_prompt = [_EMPTY] * sampling.num_samples, None
-        async with self._refusing() as workers:
+        async with self._translate_errors() as workers:
             in_turn = partial(self._turns.run, version=version, owner=owner)
             if sampling.max_tokens:
                 generate = partial(workers.generate_in_turns, [request.prompt], sampling=sampling)
                 (completions,) = await in_turn(generate, num_sequences=sampling.num_samples)
             if request.prompt_logprobs or top_k:
-                of_prompt = await in_turn(partial(self._prompt_logprobs, workers, request))
+                of_prompt = await in_turn(partial(self._compute_prompt_logprobs, workers, request))
         return SampleOutput(completions=completions, of_prompt=of_prompt)
 
-    async def _prompt_logprobs(
+    async def _compute_prompt_logprobs(
         self, workers: Workers, request: SampleRequest
     ) -> PromptLogprobs | Interrupted[PromptLogprobs]:
         """Return a prompt's logprobs, unless the turn is interrupted before they are begun."""
+        # Reading a prompt is one call that cannot be interrupted: those that have not begun by then
+        # leave the turn.
         interruption = self._num_interruptions
         async with self._reading:
             if self._num_interruptions != interruption:
-                again = partial(self._prompt_logprobs, workers, request)
+                again = partial(self._compute_prompt_logprobs, workers, request)
                 return Interrupted(resume=again, has_advanced=False)
             return await workers.prompt_logprobs(request.prompt, top_k=request.topk_prompt_logprobs)
 
@@ -387,7 +410,7 @@ class TinkerBackend(Configurable):
             )
         return await workers.push(model_id=model_id)
 
-    async def _loaded(self, workers: Workers, lora: LoRA.Config | None, folder: Path | None) -> int:
+    async def _load(self, workers: Workers, lora: LoRA.Config | None, folder: Path | None) -> int:
         """Publish saved weights, or with None fresh ones, by a model that exists only meanwhile."""
         model_id = f"loader {secrets.token_hex(4)}"
         await workers.create_model(model_id, lora)
@@ -396,10 +419,11 @@ class TinkerBackend(Configurable):
                 await workers.load_model(model_id, str(folder.absolute()), optimizer=False)
             return await self._push(workers, model_id)
         finally:
+            # The published version is a copy, and stays.
             await workers.delete_model(model_id)
 
     @asynccontextmanager
-    async def _refusing(self) -> AsyncIterator[Workers]:
+    async def _translate_errors(self) -> AsyncIterator[Workers]:
         """Turn refusals into InvalidRequestError; after any other RunError nothing works any
         more.
         """
@@ -422,6 +446,7 @@ class TinkerBackend(Configurable):
         except ModelError as error:
             raise InvalidRequestError(str(error)) from error
         except RunError as error:
+            # The first error is the cause; those that follow come from processes that are gone.
             if self._failure is None:
                 self._failure = BackendLostError(
                     f"the backend is lost, and with it all models in training: {error}. Close this "

@@ -1,8 +1,13 @@
-"""Uses of tinker 0.38 beyond its documented interface, each with its reason."""
+"""Uses of tinker 0.38 and of Python 3.11 and 3.12 beyond their documented interfaces, each with its
+reason.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from tinker import _base_client
 
@@ -27,3 +32,16 @@ def keep_clients_direct() -> None:
     Idempotent.
     """
     _base_client.AsyncHttpxClientWrapper = _DirectClient
+
+
+def call_before_threads_end(function: Callable[[], object]) -> None:
+    """Call a function at the end of the interpreter, before it stops its thread pools.
+
+    `atexit` comes after that, when `asyncio.to_thread` cannot be used any more.
+    """
+    threading._register_atexit(function)  # type: ignore[attr-defined]
+
+
+def end_by_signal(number: int) -> NoReturn:
+    """End this process at once with the exit status of a signal, without any clean-up."""
+    os._exit(128 + number)

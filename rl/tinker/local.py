@@ -19,7 +19,7 @@ from rl.config.registry import resolve
 from rl.config.tree import check_bounds
 from rl.local import LocalBackend
 from rl.tinker.backend import Base, TinkerBackend, Workers
-from rl.tinker.compat import keep_clients_direct
+from rl.tinker.compat import call_before_threads_end, keep_clients_direct
 from rl.tinker.serving import ServerThread
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
@@ -34,6 +34,8 @@ class LocalTinkerBackend(TinkerBackend):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TinkerBackend.Config):
+        """Device, dtypes and sizes of micro-batches of all models."""
+
         training: TrainingConfig = field(default_factory=TrainingConfig)
         """Dtypes and micro-batch sizes of every model in training. Clipping is up to the client."""
         device: str | None = None
@@ -66,6 +68,7 @@ class LocalTinkerBackend(TinkerBackend):
             )
 
         workers = await asyncio.to_thread(start)
+        # PyTorch's number of threads belongs to a thread, so each sets its own.
         for thread in workers.threads.values():
             await thread.run(use_threads, config.num_threads)
         return workers
@@ -99,11 +102,12 @@ class ServiceClient(tinker.ServiceClient):
             ValueError: there is no such backend, it refuses its config, or the storage folder is in
                 use.
         """
+        # The official client reads both when it is created.
         exempt_loopback()
         keep_clients_direct()
         self._server = ServerThread(make_backend(backend), storage_folder=storage_folder)
-        # Before the interpreter stops its thread pools, which the server needs to end.
-        threading._register_atexit(self._server.close)  # type: ignore[attr-defined]
+        # The server needs thread pools to end, so a client that nobody closes ends before them.
+        call_before_threads_end(self._server.close)
         self.base_url, self.api_key = self._server.url, self._server.api_key
         super().__init__(base_url=self.base_url, api_key=self.api_key, **options)
 

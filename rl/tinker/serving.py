@@ -8,17 +8,16 @@ import asyncio
 import contextlib
 import faulthandler
 import gc
-import os
+import resource
 import secrets
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -27,23 +26,30 @@ from rl.config.registry import ResolvedRun
 from rl.config.tree import check_bounds
 from rl.observability.console import print_line
 from rl.tinker.app import make_app
-from rl.tinker.auth import PREFIX, Keys, read_keys
-from rl.tinker.connections import BACKLOG, HEADER_BYTES, Connection, limited_log, raise_open_files
-from rl.tinker.service import Service
-from rl.tinker.types import HttpLimits, Limits
+from rl.tinker.auth import PREFIX, Keys, limit_connections, read_keys
+from rl.tinker.backend import TinkerBackend
+from rl.tinker.compat import end_by_signal
+from rl.tinker.service.service import Service
+from rl.tinker.types import Limits
 from rl.utils.files import locked_folder
 from rl.utils.printing import say_error
 from rl.utils.processes import give_back_freed_memory, handling_end_signals
 from rl.utils.proxies import LOOPBACK_NAMES, is_loopback
-
-if TYPE_CHECKING:
-    from rl.tinker.backend import TinkerBackend
 
 KEY_FILE = ".api_key"
 ANY_KEY = (
     "without keys_file any key is accepted: every user of this machine can use this server, and "
     "reach the models and checkpoints of a key that is easily guessed"
 )
+HEADER_BYTES = 65_536
+"""Bytes of a request's line and headers."""
+BACKLOG = 128
+"""Connections that the kernel keeps until they are accepted. asyncio accepts as many at a time, and
+logs an error for each of them that it cannot open a file for."""
+OPEN_FILES = 16_384
+"""Open files that a server process asks for."""
+WRITE_TIMEOUT_S = 30.0
+"""Time after which the kernel closes a connection whose client does not take its answer."""
 DRAIN_TIMEOUT_S = 5.0
 """Time for answers in progress once the server is stopping."""
 MEMORY_S = 10.0
@@ -57,6 +63,8 @@ class TinkerServer(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Backend, address, storage folder, keys and limits of a server."""
+
         description: str = ""
         """One line about what the server serves."""
         backend: Configurable.Config
@@ -75,8 +83,6 @@ class TinkerServer(Configurable):
         """File with one API key per line, readable by its owner only."""
         limits: Limits = field(default_factory=lambda: Limits(session_timeout_s=600.0))
         """Limits on the work and the state of one API key."""
-        http: HttpLimits = field(default_factory=HttpLimits)
-        """Limits on connections and on single HTTP requests."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "port", at_least=0, at_most=65_535)
@@ -104,16 +110,15 @@ class TinkerServer(Configurable):
         """
         config = self._config
         folder = Path(config.storage_folder).expanduser()
-        with locked_storage(folder), listening(config.host, config.port) as listener:
+        # First what fails at once, then the model, which may load for minutes.
+        with lock_storage(folder), listen(config.host, config.port) as listener:
             backend = config.backend.build()
-            service = Service(
-                backend=backend, storage_folder=folder, limits=config.limits, http=config.http
-            )
+            service = Service(backend=backend, storage_folder=folder, limits=config.limits)
             if not is_loopback(config.host):
                 _warn(f"{config.host} speaks plain HTTP: put TLS in front of it")
             if not self._keys.configured:
                 _warn(ANY_KEY)
-            raise_open_files()
+            raise_open_files()  # Before the application reads how many connections there may be.
             asyncio.run(self._serve(service, listener, backend))
 
     async def _serve(
@@ -123,7 +128,7 @@ class TinkerServer(Configurable):
             print_line(f"serving the Tinker API at {url}\nbase model: {backend.base_model.name}")
 
         memory = asyncio.create_task(give_back_memory(service))
-        with _stopping_on_signals() as stop:
+        with _stop_on_signals() as stop:
             await serve(
                 service,
                 listener,
@@ -152,9 +157,10 @@ class ServerThread:
         """
         folder = Path(storage_folder).expanduser().absolute()
         self._lock = contextlib.ExitStack()
-        self._lock.enter_context(locked_storage(folder))
-        self.api_key = _kept_key(folder / KEY_FILE)
+        self._lock.enter_context(lock_storage(folder))
+        self.api_key = _read_or_make_key(folder / KEY_FILE)
         self._service = Service(backend=backend, storage_folder=folder)
+        # A failure of the start comes through this future too.
         self._ready: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="tinker-server", daemon=True)
         self._thread.start()
@@ -171,6 +177,7 @@ class ServerThread:
         ):  # the loop has ended, or never started
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(END_TIMEOUT_S)
+        # A thread that hangs may still write into the folder.
         if not self._thread.is_alive():
             self._lock.close()
 
@@ -183,7 +190,7 @@ class ServerThread:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        with listening("127.0.0.1", 0) as listener:
+        with listen("127.0.0.1", 0) as listener:
             await serve(
                 self._service,
                 listener,
@@ -195,7 +202,7 @@ class ServerThread:
 
 
 @contextlib.contextmanager
-def locked_storage(folder: Path) -> Iterator[None]:
+def lock_storage(folder: Path) -> Iterator[None]:
     """Lock a storage folder, which another process would clean up; make a new one for this user
     only.
     """
@@ -203,6 +210,7 @@ def locked_storage(folder: Path) -> Iterator[None]:
     with locked_folder(
         folder, as_what="the storage folder", otherwise="choose another storage_folder"
     ):
+        # A folder that exists may have other uses, so its rights stay.
         if is_new:
             folder.chmod(stat.S_IRWXU)
         elif folder.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
@@ -214,8 +222,9 @@ def _warn(text: str) -> None:
     say_error(f"warning: {text}")
 
 
-def _kept_key(file: Path) -> str:
+def _read_or_make_key(file: Path) -> str:
     if not file.exists():
+        # Private before the key is in it.
         file.touch(mode=0o600)
         file.write_text(PREFIX + secrets.token_hex(16))
     return file.read_text()
@@ -236,12 +245,14 @@ async def serve(
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(service, keys=keys, hosts=hosts),
-            http=partial(Connection, limits=service.http, waiting={}),  # type: ignore[arg-type]
+            http="h11",  # It has a limit on the bytes of headers.
             h11_max_incomplete_event_size=HEADER_BYTES,
+            limit_concurrency=limit_connections(),
             backlog=BACKLOG,
             lifespan="off",
             ws="none",
-            log_level="warning",
+            # Clients without a key can cause warnings, and the application logs its errors itself.
+            log_level="critical",
             access_log=False,
             server_header=False,
             # Longer than a client's pause between calls; otherwise the client writes to a closing
@@ -250,21 +261,22 @@ async def serve(
             timeout_graceful_shutdown=int(DRAIN_TIMEOUT_S),
         )
     )
-    # uvicorn's own handlers would end the process by the signal itself.
+    # uvicorn's own handlers would end the process by the signal itself, and in a thread of a
+    # notebook they cannot be installed.
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
 
     async def run() -> None:
         await service.start()
-        ready(url_of(listener))
-        with limited_log():
-            await server.serve(sockets=[listener])
+        ready(format_url(listener))
+        await server.serve(sockets=[listener])
 
     running, stopping = asyncio.create_task(run()), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        # First, because uvicorn waits for answers in progress: polls for results last 25 s.
         service.stop_waiting()
         server.should_exit = True
-        if not server.started:
+        if not server.started:  # The backend still loads its model, which nobody waits for now.
             running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
@@ -287,7 +299,7 @@ async def give_back_memory(service: Service) -> None:
 
 
 @contextlib.contextmanager
-def _stopping_on_signals() -> Iterator[asyncio.Event]:
+def _stop_on_signals() -> Iterator[asyncio.Event]:
     """Yield an event that the first of `END_SIGNALS` sets.
 
     A process that does not end in time prints its stacks and exits; a second signal ends it at
@@ -299,8 +311,9 @@ def _stopping_on_signals() -> Iterator[asyncio.Event]:
     def handle(number: int) -> None:
         nonlocal is_asked
         if is_asked:
-            os._exit(128 + number)
+            end_by_signal(number)
         is_asked = True
+        # This handler may run between any two lines of the loop's own thread.
         loop.call_soon_threadsafe(stop.set)
         faulthandler.dump_traceback_later(END_TIMEOUT_S, exit=True)
 
@@ -308,14 +321,24 @@ def _stopping_on_signals() -> Iterator[asyncio.Event]:
         yield stop
 
 
+def raise_open_files() -> None:
+    """Raise this process's soft limit on open files, often 1,024, within its hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < (most := min(OPEN_FILES, hard)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 @contextlib.contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
+def listen(host: str, port: int) -> Iterator[socket.socket]:
     """Listen on a socket; raise ValueError if the address is unavailable."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio disables Nagle's algorithm, 40 ms of each answer, only on sockets whose protocol is
     # TCP.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "linux":  # Connections inherit the option, which other systems lack.
+            timeout_ms = round(1000 * WRITE_TIMEOUT_S)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
         try:
             listener.bind((host, port))
             listener.listen(BACKLOG)
@@ -326,6 +349,6 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def url_of(listener: socket.socket) -> str:
+def format_url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -46,7 +46,11 @@ go on.
 
 
 class FairLock:
-    """Lock for which the owners who wait take turns; the requests of one owner come in order."""
+    """Lock for which the owners who wait take turns; the requests of one owner come in order.
+
+    Example:
+        With a1, a2, a3 of owner a waiting, and then b1 of owner b, the order is a1, b1, a2, a3.
+    """
 
     def __init__(self) -> None:
         self._is_held = False
@@ -54,7 +58,8 @@ class FairLock:
         """Requests by owner; the first owner is next, and then goes to the end."""
 
     @asynccontextmanager
-    async def held_by(self, owner: str) -> AsyncIterator[None]:
+    async def lock_for(self, owner: str) -> AsyncIterator[None]:
+        """Hold the lock in the block, in the owner's turn."""
         if self._is_held:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(owner, deque()).append(turn)
@@ -74,8 +79,10 @@ class FairLock:
         while self._waiting:
             owner = next(iter(self._waiting))
             own = self._waiting.pop(owner)
-            while own and (turn := own.popleft()).done():
-                pass  # cancelled
+            turn = own.popleft()
+            while own and turn.done():  # It was cancelled.
+                turn = own.popleft()
+            # At the end of the dict, so that every other owner comes first.
             if own:
                 self._waiting[owner] = own
             if not turn.done():
@@ -86,6 +93,8 @@ class FairLock:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Request:
+    """Request that waits for its turn or has it."""
+
     version: int
     owner: str
     num_sequences: int
@@ -169,7 +178,7 @@ class Turns:
         self._join(owner)
         try:
             while True:
-                done = await self._in_turn(request, work)
+                done = await self._wait_and_run(request, work)
                 if not isinstance(done, Interrupted):
                     return done
                 work = done.resume
@@ -181,20 +190,20 @@ class Turns:
             if not self._active[owner]:
                 del self._active[owner]
 
-    async def _in_turn(
+    async def _wait_and_run(
         self, request: _Request, work: Callable[[], Awaitable[T | Interrupted[T]]]
     ) -> T | Interrupted[T]:
         # An interrupted request is older than those that have not started.
         bisect.insort(
             self._waiting.setdefault(request.owner, []), request, key=attrgetter("number")
         )
-        self._look()
+        self._start_ready()
         try:
             await request.started
             return await work()
         finally:
             self._leave(request)
-            self._look()
+            self._start_ready()
 
     # Accounts
 
@@ -205,15 +214,19 @@ class Turns:
         self._charge()
         if not self._active[owner]:
             others = [one for one in self._active if one != owner and self._active[one]]
-            least_s = min(
-                (self._used_s[one] - CREDIT_S * (one in self._num_sequences) for one in others),
-                default=0.0,
-            )
-            self._used_s = {
-                one: used_s
-                for one, used_s in self._used_s.items()
-                if one in others or (others and used_s > least_s)
-            }
+            starts_s = []
+            for one in others:
+                credit_s = CREDIT_S if one in self._num_sequences else 0.0
+                starts_s.append(self._used_s[one] - credit_s)
+            least_s = min(starts_s, default=0.0)
+
+            # Owners who are gone and not ahead of the others would come back with the same account,
+            # so theirs need not be remembered.
+            accounts: dict[str, float] = {}
+            for one, used_s in self._used_s.items():
+                if one in others or (others and used_s > least_s):
+                    accounts[one] = used_s
+            self._used_s = accounts
             self._used_s.setdefault(owner, least_s)
         self._active[owner] += 1
 
@@ -223,6 +236,7 @@ class Turns:
         """
         now_s = asyncio.get_running_loop().time()
         elapsed_s, self._charged_s = now_s - self._charged_s, now_s
+        # An owner alone pays nothing: nobody was kept from the generators.
         for owner, num_sequences in self._num_sequences.items() if len(self._active) > 1 else ():
             self._used_s[owner] += elapsed_s * num_sequences / self._num_sequences.total()
 
@@ -232,7 +246,7 @@ class Turns:
 
     # Turns
 
-    def _look(self) -> None:
+    def _start_ready(self) -> None:
         """Start what can start."""
         self._drop_cancelled()
         if self._change is not None or not self._waiting:
@@ -240,15 +254,17 @@ class Turns:
         owners = sorted(
             self._waiting, key=lambda one: (self._used_s[one], self._waiting[one][0].number)
         )
-        if is_late := bool(self._running):
+        is_late = bool(self._running)
+        if is_late:
+            # A turn runs: requests for its weights join it, and each owner's come in order.
             for owner in owners:
-                while (own := self._waiting.get(owner)) and self._fits(own[0]):
+                while (own := self._waiting.get(owner)) and self._has_room(own[0]):
                     self._start(own[0], is_late=is_late)
         else:
             version = self._waiting[owners[0]][0].version
-            if self._paid_by is not None and any(
-                one.version == self._version for own in self._waiting.values() for one in own
-            ):
+            if self._paid_by is not None and self._waits_for(self._version):
+                # The weights were changed for this owner, who may be ahead of another one by the
+                # time that the change took: without a turn now they would be changed back.
                 assert self._version is not None
                 version = self._version
                 owners.sort(key=lambda one: one != self._paid_by)
@@ -259,13 +275,25 @@ class Turns:
             self._began_s = asyncio.get_running_loop().time()
             # Only here may requests overtake older ones of their owner for other versions.
             for owner in owners:
-                for request in [one for one in self._waiting[owner] if one.version == version]:
-                    if not self._fits(request):
+                for request in self._find_waiting(owner, version):
+                    if not self._has_room(request):
                         break
                     self._start(request, is_late=is_late)
-        self._look_at_the_end()
+        self._schedule_end()
 
-    def _fits(self, request: _Request) -> bool:
+    def _find_waiting(self, owner: str, version: int) -> list[_Request]:
+        """Return an owner's waiting requests for a version, oldest first."""
+        return [one for one in self._waiting[owner] if one.version == version]
+
+    def _waits_for(self, version: int | None) -> bool:
+        """Return whether any request waits for a version."""
+        for requests in self._waiting.values():
+            for request in requests:
+                if request.version == version:
+                    return True
+        return False
+
+    def _has_room(self, request: _Request) -> bool:
         is_alone = not self._num_sequences.keys() - {request.owner}
         most = self._most if is_alone else self._capacity
         return request.version == self._version and self._num_sequences.total() < most
@@ -300,7 +328,7 @@ class Turns:
             for request in list(itertools.takewhile(lambda one: one.started.done(), own)):
                 self._leave(request)
 
-    def _look_at_the_end(self) -> None:
+    def _schedule_end(self) -> None:
         """Look whether to interrupt once the turn has had its time."""
         if not self._running:
             return
@@ -308,6 +336,7 @@ class Turns:
         if self._waiting or len(self._num_sequences) > 1:
             at_s = min(at_s, max(self._end_s(), loop.time() + AGAIN_S))
         if self._timer is not None:
+            # An earlier look plans the next one itself.
             if self._timer.when() <= at_s:
                 return
             self._timer.cancel()
@@ -324,21 +353,24 @@ class Turns:
         self._charge()
         if self._change is not None or not self._running:
             return
+        # An owner who joined late may wait inside the engine, behind the owner who began the turn.
         late = {one.owner for one in self._running if one.is_late}
         now_s = asyncio.get_running_loop().time()
         is_over = now_s >= self._end_s() and any(map(self._is_behind, {*self._waiting, *late}))
         if is_over or now_s >= self._began_s + LONGEST_TURN_S:
             self._begin_change(self._interrupt_all())
         else:
-            self._look_at_the_end()
+            self._schedule_end()
 
     def _begin_change(self, change: Awaitable[None]) -> None:
         async def run() -> None:
             try:
                 await change
             finally:
+                # Only now may requests start: until here the generators hold no version, or end
+                # the calls that they run.
                 self._change = None
-                self._look()
+                self._start_ready()
 
         self._change = asyncio.create_task(run(), name="change of turns")
 
@@ -347,8 +379,8 @@ class Turns:
         try:
             await self._serve(version)
         except Exception as error:  # noqa: BLE001  (of those who wait for the version)
-            for own in list(self._waiting.values()):
-                for request in [one for one in own if one.version == version]:
+            for one in list(self._waiting):
+                for request in self._find_waiting(one, version):
                     self._leave(request)
                     if not request.started.done():
                         request.started.set_exception(error)
@@ -359,6 +391,7 @@ class Turns:
             self._used_s[owner] += self._switch_s
 
     async def _interrupt_all(self) -> None:
+        # Again and again, because an interruption may miss a request that is on its way.
         while self._running:
             with contextlib.suppress(RunError):  # of a backend that is lost, where all calls fail
                 await self._interrupt()

@@ -110,6 +110,8 @@ class UnsavedError(TinkerError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
+    """Settings that a model is created with, and that its checkpoints must have."""
+
     base_model: str
     lora: wire.LoraConfig | None
     """Adapters; None trains all parameters."""
@@ -141,7 +143,7 @@ class BaseModel:
     topk_prompt_logprobs: bool = True
     """True if the sampler can return the most likely tokens at each position of a prompt."""
 
-    def num_trained(self, lora: wire.LoraConfig | None) -> int:
+    def count_trained(self, lora: wire.LoraConfig | None) -> int:
         """Return the most parameters that a model of these settings trains."""
         return self.num_parameters if lora is None else lora.rank * self.num_parameters_per_rank
 
@@ -172,6 +174,8 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleOutput:
+    """Answer to a `SampleRequest`."""
+
     completions: Sequence[Completion]
     of_prompt: PromptLogprobs | None
     """Logprobs of the prompt, if requested."""
@@ -183,6 +187,7 @@ class SampleOutput:
 
 
 def check_base(base: BaseModel, name: str | None) -> None:
+    """Raise InvalidRequestError unless the name is that of the server's base model."""
     if name != base.name:
         raise InvalidRequestError(f"base_model={name!r:.100}: must be {base.name!r}")
 
@@ -192,95 +197,46 @@ def check_base(base: BaseModel, name: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits of one API key and, with `all_`, of all keys together. A refusal names the limit that
-    it met.
-    """
+    """Limits on the work and the state of API keys. A refusal names the limit that it met."""
 
-    sessions: int = 100
-    """Sessions that have not ended."""
     models: int = 16
-    """Models in training at once."""
+    """Models of one key in training at once."""
     samplers: int = 8
-    """Snapshots and saved weights open to sample from. The next one closes the least recently used
-    one: a snapshot is then gone, saved weights open again with their next sample."""
-    waiting_bytes: int = 4 * 2**30
-    """Bytes of the decoded requests without a result, at least 512 KiB each and 4 KiB a sample."""
-    samples_per_request: int = 1024
-    result_bytes: int = 2**30
-    """Bytes of the results that are kept; the oldest go first."""
-
-    all_models: int = 256
-    """Models in training at once."""
-    all_samplers: int = 64
-    """Open snapshots and saved weights; the key that has most closes its least recently used one.
-    """
+    """Snapshots and saved weights of one key open to sample from. The next one closes the least
+    recently used one: a snapshot is then gone, saved weights open again with their next sample."""
     all_state_bytes: int | None = None
-    """Estimated bytes of trained weights, gradients, optimizer state and snapshots; None: half of
-    this machine's memory. Snapshots of actors are whole models and have a limit of their own
-    (`weights.keep_versions`).
+    """Estimated bytes of trained weights, gradients, optimizer state and snapshots of all keys;
+    None: half of this machine's memory. Snapshots of actors are whole models and have a limit of
+    their own (`weights.keep_versions`).
     """
     all_held_bytes: int = 8 * 2**30
-    """Bytes of waiting requests, and as many of results; a key that has less than its share is not
-    refused.
+    """Bytes of the decoded requests of all keys without a result, at least 512 KiB each and 4 KiB a
+    sample; and as many of results, of which the oldest go first. A key that has less than its share
+    is not refused.
     """
-
+    body_bytes: int = 64 * 2**20
+    """Bytes of the body of a `forward_backward`."""
+    chunk_data: int = 1024
+    """Data per request that the client cuts larger batches into."""
     session_timeout_s: float | None = None
     """Silence after which a session ends; None: only when the client finishes it."""
     gap_timeout_s: float = 300.0
     """Wait for a model's missing earlier request; clients retry a request for five minutes."""
     result_kept_s: float = 900.0
     """Time a result can be retrieved."""
-    close_timeout_s: float = 10.0
-    """Wait for work in progress when the service closes, and for the backend afterwards."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, *(field.name for field in fields(self)), above=0)
-
-    @property
-    def most_state_bytes(self) -> int:
-        """`all_state_bytes` with its default."""
-        return self.all_state_bytes or psutil.virtual_memory().total // 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HttpLimits:
-    """Limits of connections and of single HTTP requests."""
-
-    connections: int = 4096
-    """Open connections, and at most half of the process's open files. At the limit a new connection
-    closes the one that has waited longest for its next request. A client waits for up to 2,000
-    samples on as many connections.
-    """
-    headers_timeout_s: float = 10.0
-    """Time from a connection, or from the first byte of a later request on it, to the end of the
-    headers.
-    """
-    body_bytes: int = 64 * 2**20
-    """Bytes of the body of a `forward_backward`."""
-    json_bytes: int = 8 * 2**20
-    """Bytes of the body of a sample."""
-    small_bytes: int = 256 * 2**10
-    """Bytes of every other body."""
-    held_bytes: int = 2**30
-    """Bytes of all bodies that are being read or answered. One key may hold as many as it leaves
-    free.
-    """
-    body_timeout_s: float = 60.0
-    values_per_request: int = 32 * 2**20
-    """Numbers in the tensors of a `forward_backward`, once the sparse ones are dense."""
-    chunk_data: int = 1024
-    """Data per request that the client cuts larger batches into."""
-    chunk_bytes: int = 5_000_000
-    """Bytes per request that the client cuts larger batches into."""
     poll_s: float = 25.0
     """Longest wait for a result in one request; the client gives up on a request after 45 s."""
 
     def __post_init__(self) -> None:
         check_bounds(self, *(field.name for field in fields(self)), above=0)
         check_bounds(self, "poll_s", at_most=40)
-        check_bounds(
-            self, "held_bytes", at_least=2 * max(self.body_bytes, self.json_bytes, self.small_bytes)
-        )
+        # Two bodies have to fit into those of all keys together (auth.py).
+        check_bounds(self, "body_bytes", at_most=2**29)
+
+    @property
+    def most_state_bytes(self) -> int:
+        """`all_state_bytes` with its default."""
+        return self.all_state_bytes or psutil.virtual_memory().total // 2
 
 
 # Parameters of calls
@@ -293,12 +249,12 @@ BELOW_1 = math.nextafter(1.0, 0.0)
 MAX_TTL_S = 10 * 365 * 24 * 3600
 
 
-def _owner(request: Request) -> str:
+def _get_owner(request: Request) -> str:
     owner: str = request.state.owner
     return owner
 
 
-Owner = Annotated[str, Depends(_owner)]
+Owner = Annotated[str, Depends(_get_owner)]
 """Owner of the call's key, whom the guard has found (auth.py)."""
 Id = Annotated[str, Path(min_length=1, max_length=512)]
 Offset = Annotated[int, Query(ge=0, lt=2**31)]
@@ -314,6 +270,7 @@ class Future(pydantic.BaseModel):
 
 
 def check_seq_id(name: str, value: int | None, *, first: int) -> int:
+    """Return a whole number from `first`; raise InvalidRequestError, which calls it `name`."""
     if value is None or not first <= value <= MAX_SEQ_ID:
         raise InvalidRequestError(
             f"{name}={value!r:.100}: must be a whole number from {first} to {MAX_SEQ_ID}"
@@ -335,6 +292,7 @@ def check_range(name: str, value: float | None, lowest: float, highest: float) -
 
 
 def check_ttl(ttl_seconds: int | None) -> None:
+    """Raise InvalidRequestError unless the time to live is None or at most ten years."""
     check_range("ttl_seconds", ttl_seconds, 1, MAX_TTL_S)
 
 
@@ -343,13 +301,13 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> None:
     long.
     """
     metadata = metadata or {}
-    if (
-        length := sum(len(key) + len(str(value)) for key, value in metadata.items())
-    ) > MAX_METADATA_LENGTH:
+    length = sum(len(key) + len(str(value)) for key, value in metadata.items())
+    if length > MAX_METADATA_LENGTH:
         raise InvalidRequestError(
             f"user_metadata: has {length} characters, must be at most {MAX_METADATA_LENGTH}"
         )
     for key, value in metadata.items():
+        # Surrogates, which JSON can carry, cannot be encoded in an answer.
         try:
             (key + value).encode()
         except (TypeError, UnicodeEncodeError):

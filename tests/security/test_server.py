@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import os
-import resource
 import socket
 import stat
 import threading
@@ -28,12 +26,12 @@ from tinker.proto import tinker_public_pb2 as pb
 from rl.tinker import serving
 from rl.tinker.auth import AccessGuard, Keys
 from rl.tinker.backend import Base
-from rl.tinker.codec import PROTOBUF
-from rl.tinker.futures import REQUEST_BYTES
 from rl.tinker.local import LocalTinkerBackend
-from rl.tinker.service import Service
-from rl.tinker.serving import TinkerServer, listening, locked_storage, serve
-from rl.tinker.types import HttpLimits
+from rl.tinker.service.futures import REQUEST_BYTES
+from rl.tinker.service.service import Service
+from rl.tinker.serving import TinkerServer, listen, lock_storage, serve
+from rl.tinker.types import Limits
+from rl.tinker.wire.codec import PROTOBUF
 from tests.support.fake_tinker import FakeBackend, message, service_test
 from tests.support.tinker_server import server_process
 
@@ -41,7 +39,6 @@ KEY, OTHER = "tml-" + "k" * 20, "tml-" + "o" * 20
 HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HALF = HEALTH[:-2]
 SAMPLE = b'{"prompt": {"chunks": [{"tokens": [%s]}]}, "sampling_params": {}}'
-NUM_CONNECTIONS, OPEN_FILES = 600, 300
 
 
 # A server process
@@ -128,32 +125,10 @@ def test_headers_without_end_close_their_connection(server):
 
 
 @pytest.mark.medium
-def test_half_sent_requests_neither_stop_the_server_nor_fill_its_log(server):
-    limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (OPEN_FILES, limits[1]))
-    try:
-        with contextlib.ExitStack() as stack:
-            for _ in range(NUM_CONNECTIONS):
-                stack.enter_context(connect(server)).sendall(HALF)
-            time.sleep(1)
-            assert healthy(server)
-            assert len(os.listdir(f"/proc/{server.process.pid}/fd")) < OPEN_FILES
-    finally:
-        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
-    assert len(server.log) < 2000
-
-
-@pytest.mark.medium
 @pytest.mark.parametrize(
     ("path", "body", "kind", "status"),
     [
-        ("asample", SAMPLE % b",".join([b'"x"'] * 2_000_000), "application/json", 422),
-        (
-            "asample",
-            b"{%s}" % b",".join(b'"%d":0' % i for i in range(700_000)),
-            "application/json",
-            400,
-        ),
+        ("asample", SAMPLE % b",".join([b'"x"'] * 500_000), "application/json", 422),
         (
             "create_session",
             b'{"tags": [%s]}' % b",".join([b"1"] * 4_000_000),
@@ -162,7 +137,7 @@ def test_half_sent_requests_neither_stop_the_server_nor_fill_its_log(server):
         ),
         ("forward_backward", b"\x1a\x00" * 4_000_000, PROTOBUF, 400),
     ],
-    ids=["wrong tokens", "many keys", "large list", "many data"],
+    ids=["wrong tokens", "large list", "many data"],
 )
 def test_hostile_body_stops_nobody_and_costs_little(server, path, body, kind, status):
     if kind == PROTOBUF:
@@ -178,7 +153,7 @@ def test_hostile_body_stops_nobody_and_costs_little(server, path, body, kind, st
 
 
 def test_new_storage_folder_is_for_its_user_only(tmp_path):
-    with locked_storage(tmp_path / "storage"):
+    with lock_storage(tmp_path / "storage"):
         assert stat.S_IMODE((tmp_path / "storage").stat().st_mode) == 0o700
 
 
@@ -198,16 +173,15 @@ def test_server_without_keys_and_with_a_folder_of_everybody_warns(tmp_path, caps
 # Connections, in this process
 
 
-def fake_service(folder, **limits):
-    http = HttpLimits(**limits)
-    return Service(backend=cast(Any, FakeBackend()), storage_folder=folder / "storage", http=http)
+def fake_service(folder):
+    return Service(backend=cast(Any, FakeBackend()), storage_folder=folder / "storage")
 
 
 @asynccontextmanager
 async def served(service):
     """Serve a service, and yield a function that opens a connection."""
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    with listening("127.0.0.1", 0) as listener:
+    with listen("127.0.0.1", 0) as listener:
         running = asyncio.create_task(
             serve(
                 service, listener, keys=Keys([KEY]), hosts=None, stop=stop, ready=ready.set_result
@@ -229,31 +203,6 @@ async def is_closed(reader, writer):
     with contextlib.suppress(ConnectionError):
         return await reader.read(1) == b""
     return True
-
-
-def test_headers_that_do_not_come_in_time_close_their_connection(tmp_path):
-    async def drip(writer):
-        for _ in range(100):
-            writer.write(b"a")
-            await asyncio.sleep(0.05)
-
-    async def scenario():
-        async with served(fake_service(tmp_path, headers_timeout_s=0.4)) as connect:
-            silent, half, dripping, second, idle = [await connect() for _ in range(5)]
-            half[1].write(HALF)
-            dripping[1].write(HALF)
-            dripping_on = asyncio.create_task(drip(dripping[1]))
-            for connection in (second, idle):
-                assert await ask(*connection) == b"HTTP/1.1 200 OK\r\n"
-                await connection[0].readuntil(b"}")
-            second[1].write(HALF)
-            began = time.monotonic()
-            assert all([await is_closed(*one) for one in (silent, half, dripping, second)])
-            assert time.monotonic() - began < 3
-            assert await ask(*idle) == b"HTTP/1.1 200 OK\r\n"  # no byte of a request had come
-            dripping_on.cancel()
-
-    asyncio.run(scenario())
 
 
 def test_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
@@ -297,44 +246,9 @@ def test_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
         gc.unfreeze()
 
 
-def test_new_connection_replaces_the_one_that_waited_longest_for_its_request(tmp_path):
-    async def scenario():
-        async with served(fake_service(tmp_path, connections=8)) as connect:
-            first = await connect()
-            waiting = [await connect() for _ in range(7)]
-            assert await ask(*first) == b"HTTP/1.1 200 OK\r\n"
-            await first[0].readuntil(b"}")
-            new = [await connect() for _ in range(3)]
-            assert [await ask(*one) for one in new] == [b"HTTP/1.1 200 OK\r\n"] * 3
-            assert [await is_closed(*one) for one in waiting[:3]] == [True] * 3
-            assert [await ask(*one) for one in (first, *waiting[3:])] == [
-                b"HTTP/1.1 200 OK\r\n"
-            ] * 5
-
-    asyncio.run(scenario())
-
-
-def test_clients_without_a_key_that_do_not_take_their_answers_lock_nobody_out(tmp_path):
-    async def scenario():
-        async with served(fake_service(tmp_path, connections=8)) as connect:
-            first = await connect()
-            address = first[1].get_extra_info("peername")
-            with contextlib.ExitStack() as stack:
-                for _ in range(8):
-                    connection = stack.enter_context(socket.socket())
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                    connection.connect(address)
-                    connection.sendall(HEALTH.replace(b"/api/v1/healthz", b"/openapi.json") * 60)
-                await asyncio.sleep(1)
-                assert await is_closed(*first)
-                assert await ask(*await connect()) == b"HTTP/1.1 200 OK\r\n"
-
-    asyncio.run(scenario())
-
-
 def test_answer_that_nobody_takes_closes_its_connection(tmp_path, monkeypatch):
     async def scenario():
-        monkeypatch.setattr("rl.tinker.connections.WRITE_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(serving, "WRITE_TIMEOUT_S", 0.2)
         async with served(fake_service(tmp_path)) as connect:
             _, writer = await connect()
             writer.transport.pause_reading()
@@ -353,10 +267,12 @@ def test_answer_that_nobody_takes_closes_its_connection(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("connections", "samples"), [(4096, 2000), (200, 84), (10, 1)])
 def test_client_is_told_to_wait_for_no_more_samples_than_its_share_of_connections(
-    tmp_path, connections, samples
+    tmp_path, monkeypatch, connections, samples
 ):
-    service = fake_service(tmp_path, connections=connections)
-    config = asyncio.run(service.client_config(cast(Any, None)))
+    monkeypatch.setattr("rl.tinker.auth.MAX_CONNECTIONS", connections)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (10_000, 10_000))
+    service = fake_service(tmp_path)
+    config = asyncio.run(service.get_client_config(cast(Any, None)))
     assert config.sample_max_concurrent_requests == samples
 
 
@@ -369,7 +285,7 @@ def test_paths_without_a_key_take_no_body():
         async def app(scope, receive, send):
             await Response("open")(scope, receive, send)
 
-        guard = AccessGuard(app, keys=Keys([KEY]), hosts=None, limits=HttpLimits())
+        guard = AccessGuard(app, keys=Keys([KEY]), hosts=None, limits=Limits())
         transport = httpx.ASGITransport(guard)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost", timeout=5
@@ -384,10 +300,9 @@ def test_paths_without_a_key_take_no_body():
     assert asyncio.run(scenario()) == [200, 413, 413]
 
 
-def test_bodies_and_requests_of_one_key_leave_room_for_those_of_another():
-    limits = HttpLimits(
-        body_bytes=100, json_bytes=100, small_bytes=100, held_bytes=300, connections=10
-    )
+def test_bodies_and_requests_of_one_key_leave_room_for_those_of_another(monkeypatch):
+    for name, value in (("SMALL_BYTES", 100), ("ALL_BODIES_BYTES", 300), ("MAX_CONNECTIONS", 10)):
+        monkeypatch.setattr(f"rl.tinker.auth.{name}", value)
 
     async def endless():
         yield b"x" * 60
@@ -397,7 +312,7 @@ def test_bodies_and_requests_of_one_key_leave_room_for_those_of_another():
         async def app(scope, receive, send):
             await Response("called")(scope, receive, send)
 
-        guard = AccessGuard(app, keys=Keys([KEY, OTHER]), hosts=None, limits=limits)
+        guard = AccessGuard(app, keys=Keys([KEY, OTHER]), hosts=None, limits=Limits())
         transport = httpx.ASGITransport(guard)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost/api/v1/"
@@ -419,7 +334,7 @@ def test_bodies_and_requests_of_one_key_leave_room_for_those_of_another():
     assert asyncio.run(scenario()) == ({429}, 18, 200, 200)
 
 
-@service_test(virtual=False, waiting_bytes=3 * REQUEST_BYTES)
+@service_test(virtual=False, all_held_bytes=3 * REQUEST_BYTES)
 async def test_sparse_tensors_count_as_what_they_become(client):
     model_id = client.model()
     await client.result(f"{model_id}:0")

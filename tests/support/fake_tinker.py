@@ -15,7 +15,6 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -29,27 +28,25 @@ from tinker.proto import tinker_public_pb2 as pb
 from rl.models.lora import LoRA
 from rl.tinker.app import make_app
 from rl.tinker.auth import Keys
-from rl.tinker.codec import PROTOBUF
-from rl.tinker.futures import Result
-from rl.tinker.service import Service
+from rl.tinker.service.futures import Result
+from rl.tinker.service.service import Service
 from rl.tinker.types import (
     BaseModel,
-    HttpLimits,
     LimitReachedError,
     Limits,
     ModelSettings,
     SampleOutput,
     SampleRequest,
 )
+from rl.tinker.wire.codec import PROTOBUF
 from rl.types import OptimParams, TrainingSample
 from tests.support.virtual_time import run_in_virtual_time
 
 T = TypeVar("T")
 
-KEYS = {Keys().owner(key.encode()) or "": key for key in ("tml-me", "tml-you")}
+KEYS = {Keys().find_owner(key.encode()) or "": key for key in ("tml-me", "tml-you")}
 """API key of each owner."""
 ME, YOU = KEYS
-HTTP_LIMITS = tuple(field.name for field in fields(HttpLimits))
 DEADLINE_S = 30
 BASE = BaseModel(
     name="tiny",
@@ -430,18 +427,15 @@ def service_test(*, virtual: bool = True, **limits: Any) -> Callable[[Test], Cal
     """Run a test with a `Client`, in virtual time unless the test uses threads, and check that no
     task is left.
 
-    Keywords are fields of `Limits` and `HttpLimits`.
+    Keywords are fields of `Limits`.
     """
-    http = HttpLimits(**{name: limits.pop(name) for name in HTTP_LIMITS if name in limits})
 
     def decorate(test: Test) -> Callable[..., None]:
         async def run() -> None:
             async with asyncio.timeout(None if virtual else DEADLINE_S):
                 with tempfile.TemporaryDirectory() as name:
                     folder = Path(name) / "storage"
-                    async with running_service(
-                        folder, limits=Limits(**limits), http=http
-                    ) as client:
+                    async with running_service(folder, limits=Limits(**limits)) as client:
                         await test(client)
             assert asyncio.all_tasks() == {asyncio.current_task()}
 

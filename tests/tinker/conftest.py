@@ -16,7 +16,7 @@ def anyio_backend():
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     storage = tmp_path_factory.mktemp("tinker") / "storage"
-    with server_process(storage, "--http.chunk_data", str(CHUNK_DATA)) as process:
+    with server_process(storage, "--limits.chunk_data", str(CHUNK_DATA)) as process:
         yield process
 
 

@@ -10,11 +10,17 @@ import numpy as np
 from tinker import AdamParams, LoraConfig
 
 from rl.models.spec import ModelSpec
-from rl.tinker.backend import Base, TinkerBackend, lora_config
-from rl.tinker.codec import checked_request
-from rl.tinker.datums import WireLoss, find_loss, metrics_of, optim_params, wire_samples
+from rl.tinker.backend import Base, TinkerBackend, make_lora_config
 from rl.tinker.local import LocalTinkerBackend
-from rl.tinker.types import Datum, Limits, ModelSettings, SampleOutput, SampleRequest
+from rl.tinker.types import Datum, ModelSettings, SampleOutput, SampleRequest
+from rl.tinker.wire.codec import check_sample
+from rl.tinker.wire.datums import (
+    WireLoss,
+    check_optim_params,
+    collect_metrics,
+    find_loss,
+    make_samples,
+)
 from rl.training.config import TrainingConfig
 from tests.support.fake_tinker import prompt
 from tests.training.parts import write_assets
@@ -88,7 +94,7 @@ def random_data(count: int, *, seed: int, policy: bool = False, vocab: int = 256
 
 
 async def create(backend: TinkerBackend, model_id: str, made: ModelSettings) -> None:
-    adapters = None if made.lora is None else lora_config(made.lora, backend.base_model)
+    adapters = None if made.lora is None else make_lora_config(made.lora, backend.base_model)
     async with backend.trainer() as trainer:
         await trainer.create_model(model_id, adapters)
 
@@ -105,7 +111,7 @@ async def load(backend: TinkerBackend, model_id: str, folder: Path, *, optimizer
 
 async def open_saved(backend: TinkerBackend, made: ModelSettings, folder: Path) -> int:
     assert made.lora is not None
-    return await backend.open(lora_config(made.lora, backend.base_model), folder)
+    return await backend.open(make_lora_config(made.lora, backend.base_model), folder)
 
 
 async def add_gradient(
@@ -116,7 +122,7 @@ async def add_gradient(
     *,
     backward: bool = True,
 ) -> Output:
-    made, built = wire_samples(data, loss, backend.base_model), loss.build({})
+    made, built = make_samples(data, loss, backend.base_model), loss.build({})
     async with backend.trainer() as trainer:
         if backward:
             result = await trainer.forward_backward(
@@ -124,12 +130,12 @@ async def add_gradient(
             )
         else:
             result = await trainer.forward(made.samples, loss=built, model_id=model_id)
-    return Output(made.logprobs(result.logprobs or ()), metrics_of(result, loss))
+    return Output(made.split_logprobs(result.logprobs or ()), collect_metrics(result, loss))
 
 
 async def step(backend: TinkerBackend, model_id: str, **adam: Any) -> float:
     """Step and return the norm of the gradient."""
-    params = optim_params(AdamParams(**{"learning_rate": 1e-2} | adam))
+    params = check_optim_params(AdamParams(**{"learning_rate": 1e-2} | adam))
     async with backend.trainer() as trainer:
         return (await trainer.optim_step(params, allow_empty=True, model_id=model_id)).grad_norm
 
@@ -158,7 +164,7 @@ async def created(
 
 def request(base: Any, tokens: list[int], **how: Any) -> SampleRequest:
     """Check a call against a `BaseModel`; 8 tokens with seed 3 by default."""
-    return checked_request(prompt(*tokens, **({"max_tokens": 8, "seed": 3} | how)), base, Limits())
+    return check_sample(prompt(*tokens, **({"max_tokens": 8, "seed": 3} | how)), base)
 
 
 async def sampled(backend: TinkerBackend, version: int, **how: Any) -> SampleOutput:

@@ -16,9 +16,9 @@ import torch
 from rl.models import llama
 from rl.models.decoder import FeedForward
 from rl.models.lora import LoRA
-from rl.tinker.datums import MIN_EPS
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.types import InvalidRequestError, UnsavedError
+from rl.tinker.wire.datums import MIN_EPS
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.models import check_config

@@ -11,8 +11,8 @@ from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from rl.models.generate import PromptLogprobs
-from rl.tinker.codec import decode_data, encode_sample, loss_settings
 from rl.tinker.types import InvalidRequestError, SampleOutput, SampleRequest
+from rl.tinker.wire.codec import decode_data, encode_sample, merge_loss_settings
 from rl.types import Completion, SamplingParams
 from tests.support.tinker_data import floats, ints
 
@@ -29,7 +29,7 @@ def request(*data, loss_fn="cross_entropy", config=None):
 
 
 def decode(message):
-    loss_settings(message)
+    merge_loss_settings(message)
     return decode_data(message, max_values=1000)
 
 

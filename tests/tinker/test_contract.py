@@ -35,7 +35,7 @@ STEP = types.AdamParams(learning_rate=1e-2)
 def actor_server(tmp_path_factory):
     storage = tmp_path_factory.mktemp("tinker-actors") / "storage"
     # A busy machine takes longer to close a generator than the default allows.
-    patient = ("--backend.timeouts.close_s", "20", "--limits.close_timeout_s", "25")
+    patient = ("--backend.timeouts.close_s", "15")
     with server_process(storage, "--config", "tiny_actors", *patient) as server:
         controller = identify(server.process.pid)
         assert controller is not None

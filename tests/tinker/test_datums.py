@@ -10,9 +10,9 @@ import pytest
 
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import CISPOLoss, DROLoss, GSPOLoss, ImportanceSamplingLoss, PPOLoss
-from rl.tinker import datums
-from rl.tinker.datums import find_loss, wire_samples
 from rl.tinker.types import BaseModel, Datum, InvalidRequestError
+from rl.tinker.wire import datums
+from rl.tinker.wire.datums import find_loss, make_samples
 from tests.tinker.parts import datum
 
 
@@ -77,7 +77,7 @@ CROSS_ENTROPY = find_loss("cross_entropy")
 
 def test_next_token_targets_make_a_plain_sample():
     data = [datum([3, 4, 5], weights=[0, 0.5, -1]), datum([3, 4])]
-    sample, unweighted = wire_samples(data, CROSS_ENTROPY, RULES).samples
+    sample, unweighted = make_samples(data, CROSS_ENTROPY, RULES).samples
     assert (unweighted.advantages.tolist(), unweighted.mask.tolist()) == (
         [0, 1, 1],
         [False, True, True],
@@ -90,13 +90,13 @@ def test_next_token_targets_make_a_plain_sample():
 
 def test_targets_of_different_widths_are_padded_and_cut_again():
     data = [datum([3, 4], [[1, 2], [3, 4]], weights=[[1, 0], [0.5, 2]]), datum([5, 6])]
-    found: Any = wire_samples(data, CROSS_ENTROPY, RULES)
+    found: Any = make_samples(data, CROSS_ENTROPY, RULES)
     first, second = found.samples
     assert first.targets.tolist() == [[0, 0], [1, 2], [3, 4]]
     assert first.mask.tolist() == [[False, False], [True, False], [True, True]]
     assert second.targets.tolist() == [[0, 0], [6, 0], [7, 0]]
     assert second.mask.tolist() == [[False, False], [True, False], [True, False]]
-    wide, narrow = found.logprobs([np.arange(6).reshape(3, 2)] * 2)
+    wide, narrow = found.split_logprobs([np.arange(6).reshape(3, 2)] * 2)
     assert wide.tolist() == [[2, 3], [4, 5]]
     assert narrow.tolist() == [2, 4]
 
@@ -104,10 +104,10 @@ def test_targets_of_different_widths_are_padded_and_cut_again():
 def test_one_wide_datum_does_not_enlarge_all_others(monkeypatch):
     data = [datum([3, 4]), datum([5], [[1, 2, 3]])]
     monkeypatch.setattr(datums, "MAX_TARGETS", 9)
-    assert wire_samples(data, CROSS_ENTROPY, RULES).widths == (None, 3)
+    assert make_samples(data, CROSS_ENTROPY, RULES).widths == (None, 3)
     monkeypatch.setattr(datums, "MAX_TARGETS", 8)
     with pytest.raises(InvalidRequestError, match=r"data: 3 tokens, .* data\[1\].* each 3 targets"):
-        wire_samples(data, CROSS_ENTROPY, RULES)
+        make_samples(data, CROSS_ENTROPY, RULES)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_one_wide_datum_does_not_enlarge_all_others(monkeypatch):
 )
 def test_policy_losses_train_tokens_with_an_advantage_and_dro_all(name, given, mask, ratio_mask):
     one = datum([3, 4, 5], logprobs=[0, -1, -2], **given)
-    (sample,) = wire_samples([one], find_loss(name), RULES).samples
+    (sample,) = make_samples([one], find_loss(name), RULES).samples
     assert sample.mask.tolist() == mask
     assert sample.generator_logprobs.tolist() == [0, 0, -1, -2]
     assert (None if sample.ratio_mask is None else sample.ratio_mask.tolist()) == ratio_mask
@@ -173,7 +173,7 @@ TARGETS = np.array([4, 5])
 )  # fmt: skip
 def test_invalid_datum_is_named_with_its_field(data, says):
     with pytest.raises(InvalidRequestError) as error:
-        wire_samples(data, CROSS_ENTROPY, RULES)
+        make_samples(data, CROSS_ENTROPY, RULES)
     assert says in str(error.value)
 
 
@@ -182,4 +182,4 @@ def test_policy_losses_take_one_target_per_token():
     with pytest.raises(
         InvalidRequestError, match=r"data\[0\].target_tokens: has shape \[1, 2\]: must be \[1\] "
     ):
-        wire_samples([many], find_loss("ppo"), RULES)
+        make_samples([many], find_loss("ppo"), RULES)

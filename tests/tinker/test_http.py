@@ -3,7 +3,6 @@ routes.
 """
 
 import asyncio
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -11,9 +10,9 @@ from starlette.responses import Response
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from rl.tinker.auth import AccessGuard, Keys, Shares, read_keys
-from rl.tinker.codec import PROTOBUF
-from rl.tinker.futures import REQUEST_BYTES
-from rl.tinker.types import HttpLimits
+from rl.tinker.service.futures import REQUEST_BYTES
+from rl.tinker.types import Limits
+from rl.tinker.wire.codec import PROTOBUF
 from tests.support.fake_tinker import message, service_test, settled
 
 ALICE, BOB = "tml-" + "a" * 20, "tml-" + "b" * 20
@@ -28,7 +27,7 @@ def write(folder, text, mode=0o600):
 
 def test_each_key_has_an_owner_that_hides_it(tmp_path):
     keys = read_keys(write(tmp_path, f"# for the notebook\n{ALICE}\n\n  {BOB}  # second\n"))
-    alice, bob = (keys.owner(key.encode()) or "" for key in (ALICE, BOB))
+    alice, bob = (keys.find_owner(key.encode()) or "" for key in (ALICE, BOB))
     # Training runs that were saved earlier carry this hash.
     assert alice.startswith("8601cb65ef48")
     assert bob not in ("", alice)
@@ -40,9 +39,9 @@ def test_each_key_has_an_owner_that_hides_it(tmp_path):
         ALICE.encode() + b" ",
         b"\xff\x00",
     )
-    assert [keys.owner(key) for key in unknown] == [None] * 6
-    assert Keys().owner(b"tml-x") != Keys().owner(b"tml-y")
-    assert Keys().owner(b"") is None
+    assert [keys.find_owner(key) for key in unknown] == [None] * 6
+    assert Keys().find_owner(b"tml-x") != Keys().find_owner(b"tml-y")
+    assert Keys().find_owner(b"") is None
 
 
 @pytest.mark.parametrize(
@@ -70,21 +69,26 @@ def test_unsafe_key_is_refused_and_not_shown(tmp_path, text, mode, said):
 
 # Guard
 
-LIMITS = HttpLimits(
-    body_bytes=100, json_bytes=60, small_bytes=40, held_bytes=1000, body_timeout_s=10.0
-)
+
+@pytest.fixture
+def small_bodies(monkeypatch):
+    """Permit bodies of 100 bytes with tensors, 60 of a sample, 40 of others, and 1,000 of all."""
+    for name, value in (("JSON_BYTES", 60), ("SMALL_BYTES", 40), ("ALL_BODIES_BYTES", 1000)):
+        monkeypatch.setattr(f"rl.tinker.auth.{name}", value)
+
+
 TENSORS, SAMPLE = "/api/v1/forward_backward", "/api/v1/asample"
 
 
 class Guarded:
     """Application behind a guard that answers with the owner and the body when `go_on` is set."""
 
-    def __init__(self, *, keys=None, hosts=None, **limits):
+    def __init__(self, *, keys=None, hosts=None):
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.num_calls = 0
         self._guard = AccessGuard(
-            self._answer, keys=keys or Keys(), hosts=hosts, limits=replace(LIMITS, **limits)
+            self._answer, keys=keys or Keys(), hosts=hosts, limits=Limits(body_bytes=100)
         )
 
     async def _answer(self, scope, receive, send):
@@ -116,7 +120,7 @@ async def chunks(*parts, ends=True):
 
 
 def test_body_arrives_whole_with_its_owner():
-    assert post(chunks(b"ab", b"c")).text == f"{Keys().owner(ALICE.encode())} abc"
+    assert post(chunks(b"ab", b"c")).text == f"{Keys().find_owner(ALICE.encode())} abc"
 
 
 @pytest.mark.parametrize("key", ["", "tml-other-key-of-somebody", "k" * 5000, "tml-\xff"])
@@ -143,6 +147,7 @@ def test_paths_of_other_clients_take_the_key_as_these_clients_send_it():
     assert ask(ALICE, path="/api/v1/checkpoints").status_code == 401
 
 
+@pytest.mark.usefixtures("small_bodies")
 def test_large_body_is_refused_sooner_where_it_is_json():
     large = post(chunks(b"x" * 60, b"x" * 41), path=TENSORS)
     others = [
@@ -166,8 +171,9 @@ def test_host_is_checked():
     assert statuses == [200] * 3 + [421] * 3
 
 
-def test_body_that_does_not_arrive_times_out():
-    answer = post(chunks(b"a", ends=False), body_timeout_s=0.05)
+def test_body_that_does_not_arrive_times_out(monkeypatch):
+    monkeypatch.setattr("rl.tinker.auth.BODY_TIMEOUT_S", 0.05)
+    answer = post(chunks(b"a", ends=False))
     assert answer.status_code == 408
     assert answer.json() == {"detail": "the body did not arrive within 0.05 s"}
 
@@ -184,9 +190,11 @@ def test_share_of_an_owner_is_what_remains_free():
     assert not shares.take("b", 1)
 
 
-def test_key_holds_at_most_the_bytes_that_it_leaves_free():
+def test_key_holds_at_most_the_bytes_that_it_leaves_free(monkeypatch):
+    monkeypatch.setattr("rl.tinker.auth.ALL_BODIES_BYTES", 200)
+
     async def scenario():
-        app = Guarded(held_bytes=200)
+        app = Guarded()
         app.go_on.clear()
         first = asyncio.create_task(app.post(b"x" * 90, TENSORS))
         while not app.num_calls:
@@ -205,10 +213,10 @@ def test_key_holds_at_most_the_bytes_that_it_leaves_free():
 # Routes
 
 
-@service_test(virtual=False, small_bytes=100)
+@service_test(virtual=False, body_bytes=100)
 async def test_limits_of_the_service_hold_for_its_application(client):
-    answers = [await client.post("save_weights", b"x" * size) for size in (100, 101)]
-    assert [answer.status_code for answer in answers] == [422, 413]
+    answers = [await client.post("forward_backward", b"x" * size, PROTOBUF) for size in (100, 101)]
+    assert [answer.status_code for answer in answers] == [404, 413]  # the first names no session
 
 
 @service_test(virtual=False)
@@ -225,7 +233,7 @@ async def test_error_of_the_server_is_a_500_without_its_text(client):
     def broken(*args, **kwargs):
         raise RuntimeError("a password in a traceback")
 
-    client.service.sessions.live = broken
+    client.service.sessions.find_live = broken
     answer = await client.post("session_heartbeat", {"session_id": "s"})
     assert answer.status_code == 500
     assert answer.json() == {"detail": "an error in the server, which has logged it"}
@@ -313,7 +321,7 @@ async def test_result_is_answered_with_its_tensors_as_soon_as_there_is_one(clien
     assert deserialize_forward_backward_output(answer.content).metrics["loss:sum"] == 7.0
 
 
-@service_test(virtual=False, waiting_bytes=2 * REQUEST_BYTES, models=1)
+@service_test(virtual=False, all_held_bytes=2 * REQUEST_BYTES, models=1)
 async def test_limit_on_waiting_work_is_429_on_held_state_403_and_closing_410(client):
     model_id = client.model()
     await client.result(f"{model_id}:0")

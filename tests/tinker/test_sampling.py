@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 from tinker.types import RequestErrorCategory, RequestFailedResponse
 
-from rl.tinker.codec import checked_request
-from rl.tinker.futures import REQUEST_BYTES, SMALL_BYTES
+from rl.tinker.service.futures import REQUEST_BYTES, SMALL_BYTES
 from rl.tinker.turns import Turns
-from rl.tinker.types import BusyError, GoneError, InvalidRequestError, Limits, NotFoundError
+from rl.tinker.types import BusyError, GoneError, InvalidRequestError, NotFoundError
+from rl.tinker.wire.codec import check_sample
 from tests.support.fake_tinker import BASE, YOU, prompt, service_test, settled
 
 
@@ -34,7 +34,7 @@ async def test_snapshot_keeps_the_weights_of_its_place_in_the_stream(client):
     assert [await client.token(one) for one in (*ids, base)] == [0, -5, -10, 0]
 
 
-@service_test(samples_per_request=3)
+@service_test()
 async def test_repeated_sample_is_done_once_and_weights_that_failed_to_open_are_tried_again(client):
     session = client.session()
     sampler = client.base_sampler(3, session)
@@ -46,9 +46,9 @@ async def test_repeated_sample_is_done_once_and_weights_that_failed_to_open_are_
     assert len((await client.result(first)).sequences) == 3
     assert client.backend.names() == ["open", "open", "sample"]
     with pytest.raises(
-        InvalidRequestError, match="num_samples=4: must be 1 to 3"
+        InvalidRequestError, match="num_samples=1025: must be 1 to 1024"
     ):  # also when repeated
-        client.sample(sampler, 7, prompt(1, num_samples=4))
+        client.sample(sampler, 7, prompt(1, num_samples=1025))
 
 
 @service_test(virtual=False, samplers=1)
@@ -61,7 +61,7 @@ async def test_saved_weights_open_with_a_sample_are_shared_and_close_for_others(
     ids = [client.create_sampler(client.session(), n, model_path=path) for n in range(2)]
     assert "open" not in backend.names()
     assert await asyncio.gather(*map(client.token, ids)) == [-4, -4]
-    assert [client.now(service.sampling.sampler, one).model_path for one in ids] == [path, path]
+    assert [client.now(service.sampling.get_sampler, one).model_path for one in ids] == [path, path]
     assert backend.names().count("open") == 1
     second = await client.saved_sampler(model, 4, "s2")
     other = client.create_sampler(model.partition(":")[0], 0, model_path=second)
@@ -168,17 +168,13 @@ async def test_sources_that_cannot_be_sampled_from_are_refused(client):
 
 def test_call_is_translated_with_its_defaults():
     base = replace(BASE, stop_token_ids=(7,))
-    request = checked_request(prompt(1, 2, 3), base, Limits())
+    request = check_sample(prompt(1, 2, 3), base)
     assert (request.sampling.max_tokens, request.sampling.stop_token_ids) == (97, (7,))
     assert request.sampling.seed is not None
-    request = checked_request(
-        prompt(1, max_tokens=5, stop=["a", "b"], seed=3, top_k=0), base, Limits()
-    )
+    request = check_sample(prompt(1, max_tokens=5, stop=["a", "b"], seed=3, top_k=0), base)
     assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.top_k) == (5, 3, 0)
     assert (request.sampling.stop_token_ids, request.sampling.stop_texts) == ((), ("a", "b"))
-    request = checked_request(
-        prompt(1, temperature=0.5, top_p=0.9, top_k=40, num_samples=3), base, Limits()
-    )
+    request = check_sample(prompt(1, temperature=0.5, top_p=0.9, top_k=40, num_samples=3), base)
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.num_samples) == (
         0.5,
@@ -186,12 +182,12 @@ def test_call_is_translated_with_its_defaults():
         40,
         3,
     )
-    assert checked_request(prompt(1, top_k=-1), base, Limits()).sampling.top_k == 0
-    assert checked_request(prompt(1, stop=[]), base, Limits()).sampling.stop_token_ids == ()
-    full = checked_request(prompt(*range(100), prompt_logprobs=True), base, Limits())
+    assert check_sample(prompt(1, top_k=-1), base).sampling.top_k == 0
+    assert check_sample(prompt(1, stop=[]), base).sampling.stop_token_ids == ()
+    full = check_sample(prompt(*range(100), prompt_logprobs=True), base)
     assert full.sampling.max_tokens == 0
     with pytest.raises(InvalidRequestError, match="temperature"):
-        checked_request(prompt(1, temperature=0.001), replace(BASE, min_temperature=0.01), Limits())
+        check_sample(prompt(1, temperature=0.001), replace(BASE, min_temperature=0.01))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +218,7 @@ def test_call_is_translated_with_its_defaults():
 )
 def test_invalid_field_of_a_sample_is_named(tokens, fields, said):
     with pytest.raises(InvalidRequestError) as error:
-        checked_request(prompt(*tokens, **fields), BASE, Limits())
+        check_sample(prompt(*tokens, **fields), BASE)
     assert said in str(error.value)
 
 
@@ -246,12 +242,12 @@ async def test_cancelled_sample_ends_its_work_and_fails(client):
         client.of(YOU).now(client.service.cancel_future, running)
 
 
-@service_test(waiting_bytes=2 * REQUEST_BYTES + 9 * SMALL_BYTES)
+@service_test(all_held_bytes=2 * REQUEST_BYTES + 9 * SMALL_BYTES)
 async def test_waiting_samples_count_each(client):
     client.backend.hold("sample")
     sampler = client.base_sampler()
     client.sample(sampler, 0, prompt(1, num_samples=4))
-    with pytest.raises(BusyError, match="limit waiting_bytes"):
+    with pytest.raises(BusyError, match="limit all_held_bytes"):
         client.sample(sampler, 1, prompt(1, num_samples=5))
     client.sample(sampler, 1, prompt(1, num_samples=4))
 

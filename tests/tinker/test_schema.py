@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
-from rl.tinker.codec import PROTOBUF
+from rl.tinker.wire.codec import PROTOBUF
 from tests.support.fake_tinker import message
 from tests.support.tinker_data import lora
 

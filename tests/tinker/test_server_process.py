@@ -59,7 +59,7 @@ def test_invalid_configs_are_refused_before_anything_starts(tmp_path, capsys):
                 "--storage_folder",
                 str(tmp_path / "file"),
             ): "cannot be the storage folder",
-            ("--http.poll_s", "60"): "poll_s=60.0: must be at most 40",
+            ("--limits.poll_s", "60"): "poll_s=60.0: must be at most 40",
             ("--limits.models", "0"): "models=0: must be above 0",
         }
         for options, said in cases.items():

@@ -1,9 +1,11 @@
 """Sessions and the ids under them; start and close of the service."""
 
 import asyncio
+from unittest import mock
 
 import pytest
 
+from rl.tinker.service.service import CLOSE_TIMEOUT_S
 from rl.tinker.types import GoneError, LimitReachedError, NotFoundError
 from tests.support.fake_tinker import ME, YOU, service_test
 from tests.support.virtual_time import now_s
@@ -26,8 +28,8 @@ async def test_finished_session_frees_its_models_and_samplers_and_fails_what_wai
         assert (failure.category, "was finished" in failure.error) == ("user", True)
     for call in (
         lambda: client.add(model, 4, 4),
-        lambda: client.service.sessions.live(session, ME),
-        lambda: client.service.sampling.source(sampler, ME),
+        lambda: client.service.sessions.find_live(session, ME),
+        lambda: client.service.sampling.find_source(sampler, ME),
         lambda: client.model(session=session, number=1),
     ):
         with pytest.raises(GoneError):
@@ -45,8 +47,8 @@ async def test_idle_session_ends_and_any_call_keeps_it_alive(client):
     model = client.model()
     session = model.partition(":")[0]
     for call in (
-        lambda: client.service.sessions.live(session, ME),
-        lambda: client.service.training.live(model, ME),
+        lambda: client.service.sessions.find_live(session, ME),
+        lambda: client.service.training.find_live(model, ME),
         lambda: client.add(model, 1, 1),
         lambda: client.now(client.service.retrieve, f"{model}:1", wait_s=0),
     ):
@@ -56,7 +58,7 @@ async def test_idle_session_ends_and_any_call_keeps_it_alive(client):
     assert model in client.backend.weights
     await asyncio.sleep(12)
     with pytest.raises(GoneError):
-        client.service.sessions.live(session, ME)
+        client.service.sessions.find_live(session, ME)
     assert client.backend.weights == {}
 
 
@@ -66,23 +68,23 @@ async def test_session_belongs_to_its_owner_alone(client):
     mine = client.session()
     model = client.model(session=mine)
     for call in (
-        lambda: service.sessions.live(mine, YOU),
+        lambda: service.sessions.find_live(mine, YOU),
         lambda: stranger.finish(mine),
         lambda: stranger.model(session=mine, number=1),
         lambda: stranger.add(model, 1, 1),
-        lambda: service.training.live(model, YOU),
+        lambda: service.training.find_live(model, YOU),
         lambda: stranger.base_sampler(session=mine),
-        lambda: service.sampling.source("nobody", ME),
-        lambda: service.training.live("nobody:train:0", ME),
-        lambda: service.sessions.live(f"{mine}0", ME),
-        lambda: service.sessions.live("\n", ME),
+        lambda: service.sampling.find_source("nobody", ME),
+        lambda: service.training.find_live("nobody:train:0", ME),
+        lambda: service.sessions.find_live(f"{mine}0", ME),
+        lambda: service.sessions.find_live("\n", ME),
     ):
         with pytest.raises(NotFoundError, match="there is no"):
             call()
     with pytest.raises(NotFoundError):
         await service.retrieve(f"{model}:0", owner=YOU, wait_s=0)
     with pytest.raises(GoneError, match="its checkpoints are still there"):
-        service.sessions.live("0" * 8 + mine[8:], ME)  # the id of an earlier process
+        service.sessions.find_live("0" * 8 + mine[8:], ME)  # the id of an earlier process
 
 
 @service_test(models=1)
@@ -97,29 +99,30 @@ async def test_limit_on_models_holds_per_owner_until_a_session_ends(client):
     client.model(session=second)
 
 
-@service_test(sessions=2, result_kept_s=60)
+@mock.patch("rl.tinker.service.sessions.MAX_SESSIONS", 2)
+@service_test(result_kept_s=60)
 async def test_limit_on_sessions_holds_per_owner_and_ended_ones_are_forgotten_with_their_results(
     client,
 ):
     first, second = client.session(), client.session()
-    with pytest.raises(LimitReachedError, match="limit sessions: 2"):
+    with pytest.raises(LimitReachedError, match="has 2 sessions"):
         client.session()
     client.of(YOU).session()
     client.finish(first)
     third = client.session()
     await asyncio.sleep(59)
     with pytest.raises(GoneError):
-        client.service.sessions.live(first, ME)
+        client.service.sessions.find_live(first, ME)
     await asyncio.sleep(2)
     with pytest.raises(NotFoundError):
-        client.service.sessions.live(first, ME)
-    assert {client.service.sessions.live(one, ME).session_id for one in (second, third)} == {
+        client.service.sessions.find_live(first, ME)
+    assert {client.service.sessions.find_live(one, ME).session_id for one in (second, third)} == {
         second,
         third,
     }
 
 
-@service_test(close_timeout_s=5)
+@service_test()
 async def test_close_wakes_waiting_callers_at_once_and_ends_in_time(client):
     service, backend = client.service, client.backend
     backend.hold("forward_backward")
@@ -137,7 +140,7 @@ async def test_close_wakes_waiting_callers_at_once_and_ends_in_time(client):
     assert (len(done), now_s() - started_s) == (3, 0)
     assert all(isinstance(task.exception(), GoneError) for task in waiting)
     await asyncio.gather(*closing)
-    assert now_s() - started_s <= 3 * 5
+    assert now_s() - started_s <= 2 * CLOSE_TIMEOUT_S
     assert (backend.is_open, +backend.num_sampling) == (False, {})
     with pytest.raises(GoneError):
         client.add(model, 4, 1)

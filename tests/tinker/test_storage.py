@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from rl.tinker.service import Ttl
-from rl.tinker.storage import _in_thread, parse_path
+from rl.tinker.service.service import Ttl
+from rl.tinker.service.storage import _run_in_thread, parse_path
 from rl.tinker.types import InvalidRequestError, NotFoundError, UnsavedError
 from tests.support.fake_tinker import YOU, running_service, service_test, settled
 
@@ -45,22 +45,22 @@ async def test_checkpoint_is_found_after_a_restart_by_its_owner_only(tmp_path):
         path = await client.saved(await client.trained(), 3, "step-1", user_metadata={"a": "b"})
     async with running_service(tmp_path) as client:
         assert await client.loaded_weight(path) == -5
-        (_, run) = (await client.runs("training_runs", offset=0, limit=9)).training_runs
+        (_, run) = (await client.runs("list_training_runs", offset=0, limit=9)).training_runs
         assert (run.last_checkpoint.tinker_path, run.last_checkpoint.user_metadata) == (
             path,
             {"a": "b"},
         )
         assert path == f"tinker://{run.training_run_id}/weights/step-1"
-        assert (await client.runs("weights_info", path)).lora_rank == 4
+        assert (await client.runs("get_weights_info", path)).lora_rank == 4
         run_id, stranger = run.training_run_id, client.of(YOU)
         with pytest.raises(NotFoundError, match="there is no checkpoint"):
             stranger.load(path, session_id=stranger.session(), model_seq_id=0)
         for call in (
-            stranger.runs("weights_info", path),
+            stranger.runs("get_weights_info", path),
             stranger.runs("delete_checkpoint", run_id, "weights", "step-1"),
             stranger.runs("set_ttl", run_id, "weights", "step-1", Ttl(ttl_seconds=5)),
-            stranger.runs("training_run", run_id),
-            stranger.runs("checkpoints_of_run", run_id),
+            stranger.runs("get_training_run", run_id),
+            stranger.runs("list_checkpoints_of_run", run_id),
         ):
             with pytest.raises(NotFoundError):
                 await call
@@ -82,7 +82,7 @@ async def test_taken_name_is_refused_or_overwritten_as_requested(client):
         await client.failure(client.save(model, 8, "final", overwrite=True))
     ).category == "server"
     assert files(client.folder) == before
-    (kept,) = (await client.runs("checkpoints_of_run", model)).checkpoints
+    (kept,) = (await client.runs("list_checkpoints_of_run", model)).checkpoints
     assert kept.user_metadata is None
     assert len([file for file in files(client.folder) if file.endswith("weight.json")]) == 1
     record = client.folder / model.replace(":", ".") / "weights" / "blocked.json"
@@ -149,14 +149,14 @@ async def test_checkpoint_expires_in_time_with_its_files(tmp_path):
             await client.runs("set_ttl", model, "weights", name, Ttl(ttl_seconds=ttl))
         time_s[0] = 1_100
         with pytest.raises(NotFoundError):
-            await client.runs("weights_info", short)
-        left = (await client.runs("checkpoints_of_run", model)).checkpoints
+            await client.runs("get_weights_info", short)
+        left = (await client.runs("list_checkpoints_of_run", model)).checkpoints
         ends = {one.checkpoint_id: one.expires_at and one.expires_at.timestamp() for one in left}
         assert ends == {"weights/long": 1_500, "weights/kept": None}
         assert await client.saved(model, 6, "short") == short  # the name is free again
     time_s[0] = 1_501
     async with running_service(tmp_path, wall_time_s=lambda: time_s[0]) as client:
-        found = (await client.runs("checkpoints_of_run", model)).checkpoints
+        found = (await client.runs("list_checkpoints_of_run", model)).checkpoints
         assert {one.checkpoint_id for one in found} == {"weights/short", "weights/kept"}
         assert not any("long" in file for file in files(tmp_path))
 
@@ -195,7 +195,7 @@ async def test_cancelled_work_on_files_is_waited_for():
         go_on.wait(30)
         done.set()
 
-    task = asyncio.create_task(_in_thread(work))
+    task = asyncio.create_task(_run_in_thread(work))
     await asyncio.to_thread(begun.wait, 30)
     task.cancel()
     await settled()
@@ -232,7 +232,7 @@ async def test_names_cannot_leave_their_folder_and_the_default_is_the_seq_id(cli
         with pytest.raises((InvalidRequestError, NotFoundError)):
             client.load(f"tinker://{model}/weights/{name}", session_id=session, model_seq_id=1)
     for run in ("run", "..", "%2e%2e", "0" * 500):
-        for call in (("training_run", run), ("delete_checkpoint", run, "weights", "..")):
+        for call in (("get_training_run", run), ("delete_checkpoint", run, "weights", "..")):
             with pytest.raises(NotFoundError):
                 await client.runs(*call)
     assert files(client.folder.parent) == set()
@@ -266,10 +266,10 @@ async def test_damaged_and_foreign_files_are_ignored_and_leftovers_of_a_kill_rem
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes.txt").write_text("hello")
     async with running_service(tmp_path) as client:
-        found = await client.runs("checkpoints", offset=0, limit=9)
+        found = await client.runs("list_checkpoints", offset=0, limit=9)
         assert [one.tinker_path for one in found.checkpoints] == paths[1:]
         with pytest.raises(NotFoundError):
-            await client.runs("weights_info", paths[0])
+            await client.runs("get_weights_info", paths[0])
         assert await client.loaded_weight(paths[1]) == -5
     assert (tmp_path / "notes.txt").exists()
     assert (earlier / "weights.bin").exists()
@@ -283,19 +283,19 @@ async def test_runs_are_listed_newest_first_with_their_last_checkpoints(tmp_path
         models = [client.model() for _ in range(3)]
         paths = [await client.saved(models[0], seq_id, f"s{seq_id}") for seq_id in (1, 2)]
         paths.append(await client.saved_sampler(models[0], 3, "s3"))
-        runs = await client.runs("training_runs", offset=1, limit=5)
+        runs = await client.runs("list_training_runs", offset=1, limit=5)
         assert runs.cursor.total_count == 3
         assert [run.training_run_id for run in runs.training_runs] == [models[1], models[0]]
         oldest = runs.training_runs[1]
         assert oldest.last_checkpoint.tinker_path == paths[1]
         assert oldest.last_sampler_checkpoint.tinker_path == paths[2]
-        listed = (await client.runs("checkpoints_of_run", models[0])).checkpoints
+        listed = (await client.runs("list_checkpoints_of_run", models[0])).checkpoints
         assert [one.tinker_path for one in listed] == paths[::-1]
-        some = await client.runs("checkpoints", offset=1, limit=1)
+        some = await client.runs("list_checkpoints", offset=1, limit=1)
         assert ([one.tinker_path for one in some.checkpoints], some.cursor.total_count) == (
             [paths[1]],
             3,
         )
         await client.runs("delete_checkpoint", models[0], "weights", "s2")
-        left = await client.runs("training_run", models[0])
+        left = await client.runs("get_training_run", models[0])
         assert left.last_checkpoint.tinker_path == paths[0]

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from tinker.types import RequestErrorCategory, RequestFailedResponse
 
-from rl.tinker.futures import REQUEST_BYTES, SMALL_BYTES
+from rl.tinker.service.futures import REQUEST_BYTES, SMALL_BYTES
 from rl.tinker.types import BusyError, GoneError, InvalidRequestError
-from tests.support.fake_tinker import YOU, service_test
+from tests.support.fake_tinker import YOU, service_test, settled
 from tests.support.virtual_time import now_s
 
 
@@ -105,14 +105,14 @@ async def test_refused_request_uses_up_its_seq_id(client):
             client.step(model, seq_id)
 
 
-@service_test(waiting_bytes=3 * (REQUEST_BYTES + 200))
+@service_test(all_held_bytes=3 * (REQUEST_BYTES + 200))
 async def test_owner_at_the_limit_may_send_the_request_that_others_wait_for(client):
     model = client.model()
     await client.result(f"{model}:0")
     behind = [client.add(model, seq_id, seq_id) for seq_id in (2, 3, 4)]
-    with pytest.raises(BusyError, match="limit waiting_bytes: this request would make it"):
+    with pytest.raises(BusyError, match="limit all_held_bytes"):
         client.add(model, 5, 5)
-    client.of(YOU).model()  # has a limit of its own
+    client.of(YOU).model()  # It has less than its share.
     first = client.add(model, 1, 1)
 
     sums = [await client.loss(one) for one in (first, *behind)]
@@ -137,12 +137,15 @@ async def test_incomplete_batch_is_never_stepped(client):
     assert await client.weight(client.step(model, 6)) == -2
 
 
-@service_test(result_bytes=3 * (SMALL_BYTES + 200))
+@service_test(all_held_bytes=3 * (SMALL_BYTES + 200))
 async def test_limit_on_results_evicts_the_oldest_except_for_who_waits(client):
     model = client.model()
     created = asyncio.create_task(client.result(f"{model}:0"))
-    requests = [client.add(model, seq_id, seq_id) for seq_id in (1, 2, 3, 4, 5)]
-    await asyncio.sleep(1)
+    requests = []
+    for seq_id in (1, 2, 3, 4, 5):
+        await settled()  # A waiting request alone has more bytes than the limit.
+        requests.append(client.add(model, seq_id, seq_id))
+    await settled()
     for request in requests[:2]:
         with pytest.raises(GoneError, match="too many newer results"):
             await client.result(request)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from tinker import types as wire
 
-from rl.tinker.backend import lora_config
-from rl.tinker.datums import optim_params
+from rl.tinker.backend import make_lora_config
 from rl.tinker.types import GoneError, InvalidRequestError, NotFoundError
+from rl.tinker.wire.datums import check_optim_params
 from rl.types import OptimParams
 from tests.support.fake_tinker import BASE, LORA, ME, service_test, settled
 
@@ -29,7 +29,7 @@ async def test_model_is_created_once_with_the_id_that_clients_derive(client):
     assert client.model(session=session, number=4, rank=0) == model
     assert model == f"{session}:train:4"
     assert (await client.result(f"{model}:0")).model_id == model
-    assert client.service.training.live(model, ME).settings == LORA
+    assert client.service.training.find_live(model, ME).settings == LORA
     assert client.backend.names("delete_model") == ["create_model"]
 
 
@@ -64,8 +64,8 @@ async def test_requests_to_a_model_that_could_not_be_created_fail(client):
 )
 def test_invalid_lora_settings_are_named(lora, said):
     with pytest.raises(InvalidRequestError, match=re.escape(said)):
-        lora_config(wire.LoraConfig(**lora), BASE)
-    valid = lora_config(wire.LoraConfig(rank=4), BASE)
+        make_lora_config(wire.LoraConfig(**lora), BASE)
+    valid = make_lora_config(wire.LoraConfig(rank=4), BASE)
     assert valid is not None
     assert valid.scale == 32 / 4
 
@@ -80,7 +80,7 @@ async def test_model_from_a_checkpoint_has_its_settings_and_weights(client):
 
     loaded = await client.result(create(0, path, "tiny"))
     assert (loaded.path, loaded.model_id) == (path, f"{session}:train:0")
-    assert client.service.training.live(loaded.model_id, ME).settings == LORA
+    assert client.service.training.find_live(loaded.model_id, ME).settings == LORA
     assert client.backend.weights[loaded.model_id] == -5
     assert client.backend.calls[-2:] == ["create_model 0", "load_model 0 optimizer=True"]
     client.backend.fail("load_model", RuntimeError("bad file"))
@@ -132,9 +132,9 @@ async def test_weights_load_into_a_model_of_the_same_settings_in_its_turn(client
 def test_invalid_setting_of_a_step_is_named(field, value, bounds):
     says = re.escape(f"adam_params.{field}={value}: must be {bounds}")
     with pytest.raises(InvalidRequestError, match=says):
-        optim_params(wire.AdamParams(**{field: value}))
-    assert optim_params(wire.AdamParams()).max_norm == float("inf")  # clipped on request only
+        check_optim_params(wire.AdamParams(**{field: value}))
+    assert check_optim_params(wire.AdamParams()).max_norm == float("inf")  # clipped on request only
     given = {"learning_rate": 1e-3, "beta1": 0.8, "beta2": 0.7, "eps": 1e-6, "weight_decay": 0.1}
-    assert optim_params(wire.AdamParams(**given, grad_clip_norm=0.5)) == OptimParams(
+    assert check_optim_params(wire.AdamParams(**given, grad_clip_norm=0.5)) == OptimParams(
         lr=1e-3, betas=(0.8, 0.7), eps=1e-6, weight_decay=0.1, max_norm=0.5
     )

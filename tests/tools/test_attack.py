@@ -9,8 +9,8 @@ from unittest import mock
 import httpx
 import pytest
 
-from rl.tinker.sessions import Sessions
-from rl.tinker.storage import Storage
+from rl.tinker.service.sessions import Sessions
+from rl.tinker.service.storage import Storage
 from tests.support.fake_tinker import KEYS, ME, YOU, service_test
 from tools.attack.bodies import LISTS, Attacker, Call, Ids
 
@@ -67,13 +67,15 @@ async def test_attack_reaches_nothing_of_another_key_unless_a_check_of_the_owner
 
     def every_run(storage, owner):
         return [
-            record for run in storage._runs() if (record := storage._run_record(run)) is not None
+            record for run in storage._list_runs() if (record := storage._read_run(run)) is not None
         ]
 
-    with mock.patch.object(Storage, "runs", every_run):
+    with mock.patch.object(Storage, "list_runs", every_run):
         assert all([attacker.is_foreign((await ask(client, call)).content) for call in lists])
     with mock.patch.object(
-        Storage, "run", lambda storage, model_id, owner: storage._run_record(storage._run(model_id))
+        Storage,
+        "find_run",
+        lambda storage, model_id, owner: storage._read_run(storage._get_folder(model_id)),
     ):
         assert await reached_by(client, attacker) == OF_CHECKPOINTS
     with mock.patch.object(

@@ -16,7 +16,7 @@ STAMPS = {
     "rl/doctor.py": "how long ago the last step was, as the doctor shows it",
     "rl/observability/run_folder.py": "the name of a run's folder; since when its status holds",
     "rl/report.py": "when a report was written, as it says",
-    "rl/tinker/service.py": "stamps in answers, and the clock of checkpoints that expire",
+    "rl/tinker/service/service.py": "stamps in answers, and the clock of checkpoints that expire",
 }
 """Purpose of each file's use of the wall clock."""
 

@@ -2,9 +2,8 @@
 
 A server with a tiny model starts with three keys. Clients of two of them send malformed protobuf
 and JSON, calls about another key's objects (every call that takes an id or a path), training, and
-samples up to the largest that is allowed, beside connections that never finish their headers. The
-third key behaves well: one sample of one token after another. A table of the calls, and last a JSON
-object.
+samples up to the largest that is allowed. The third key behaves well: one sample of one token after
+another. It prints a table of the calls, and last a JSON object.
 
 It passes (exit status 0) if nothing was answered with 5xx, nothing of another key was reached or
 listed, the third key never waited longer than 5 s plus one long sample alone, the memory came back
@@ -37,19 +36,13 @@ from tools.attack.bodies import FOREIGN, PROTOBUF, Attacker, Call, Ids, gradient
 
 ROOT = Path(__file__).resolve().parents[2]
 USUAL_OPEN_FILES = 1024
-# Fewer connections than by default, so that those without an end of their headers reach the limit.
 OPTIONS = (
-    *(
-        "--limits.session_timeout_s",
-        "30",
-        "--limits.gap_timeout_s",
-        "5",
-        "--limits.result_kept_s",
-        "5",
-    ),
-    *("--http.poll_s", "2", "--http.connections", "1024"),
+    *("--limits.session_timeout_s", "30"),
+    *("--limits.gap_timeout_s", "5"),
+    *("--limits.result_kept_s", "5"),
+    *("--limits.poll_s", "2"),
 )
-WORKERS, HALF_OPEN, LONG_SAMPLES = 48, 1500, 3
+WORKERS, LONG_SAMPLES = 48, 3
 LONG = {"tokens": 256, "samples": 16}
 LONGEST = {"tokens": 1022, "samples": 1024}
 """The largest sample that the server allows; each bad key sends `NUM_LONGEST` of them, one after
@@ -230,23 +223,6 @@ async def sample_longest(client: Client, ids: Ids, key: str) -> None:
             await client.done("asample", body, key=key, kind="longest samples")
 
 
-async def half_open(url: str, tally: Tally) -> None:
-    """Hold a connection whose headers never end; open the next one when it is closed."""
-    host, port = url.removeprefix("http://").split(":")
-    while True:
-        began = time.monotonic()
-        with contextlib.suppress(OSError):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(
-                b"POST /api/v1/asample HTTP/1.1\r\nHost: localhost\r\nX-Filler: " + b"x" * 1000
-            )
-            await reader.read(1000)
-            writer.close()
-        tally.statuses["closed"] += 1
-        tally.longest_s = max(tally.longest_s, time.monotonic() - began)
-        await asyncio.sleep(1.0)
-
-
 def memory_mb(pid: int, name: str = "VmRSS") -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1000 for line in lines if line.startswith(f"{name}:"))
@@ -291,10 +267,6 @@ async def attack(
             for number, (key, own) in enumerate(zip(keys, bad, strict=False))
         ]
         others = [asyncio.create_task(well_behaved(client, good, keys[-1], waits_s))]
-        others += [
-            asyncio.create_task(half_open(url, tallies["headers without end"]))
-            for _ in range(HALF_OPEN)
-        ]
         for key, own in zip(keys, bad, strict=False):
             others.append(asyncio.create_task(sample_longest(client, own, key)))
         for number in range(LONG_SAMPLES):

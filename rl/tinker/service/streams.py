@@ -13,33 +13,37 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TypeAlias
 
 from rl.tinker.backend import TinkerBackend
-from rl.tinker.futures import Answer, Background, Futures, PendingRequest
-from rl.tinker.storage import RunRecord
-from rl.tinker.types import ModelSettings
+from rl.tinker.service.futures import Answer, Background, Futures, PendingRequest
+from rl.tinker.service.storage import RunRecord
+from rl.tinker.types import (
+    Future,
+    GoneError,
+    InvalidRequestError,
+    ModelSettings,
+    TinkerError,
+    check_seq_id,
+)
 
-
-class Work(NamedTuple):
-    do: Callable[[], Awaitable[Answer]]
-    num_bytes: int = 0
-    """Bytes of the data that the work holds."""
+Run: TypeAlias = Callable[[], Awaitable[Answer]]
+"""Work of a request, which begins when its turn has come."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Waiting:
     request: PendingRequest
-    work: Work
-    adds: bool
-    """True if it adds to the gradient."""
+    run: Run
+    adds_gradient: bool
 
 
-class Model:
+class ModelStream:
     """A model in training: a task that does its requests in the order of their seq ids, until
     `end`.
 
-    Request 0 creates the model in the backend; after the last one the task deletes it there.
+    Request 0 creates the model in the backend; after the last one the task deletes it there. A
+    repeated seq id is the same request and is done once, whatever the repetition says.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Model:
 
     @property
     def model_id(self) -> str:
+        """Id of the model, with which the ids of its requests begin."""
         return self.record.model_id
 
     @property
@@ -82,45 +87,91 @@ class Model:
 
     @property
     def settings(self) -> ModelSettings:
+        """Base model and adapters."""
         return self.record.settings
 
     @property
     def num_bytes(self) -> int:
         """Bytes of trained weights, gradient and optimizer state, which are float32."""
-        return 16 * self._backend.base_model.num_trained(self.settings.lora)
+        return 16 * self._backend.base_model.count_trained(self.settings.lora)
 
     @property
     def in_memory(self) -> bool:
+        """True until the backend has deleted the model."""
         return not self.task.done()
 
-    def has_passed(self, seq_id: int) -> bool:
-        """Return whether this seq id was done, refused or given up some time ago."""
-        return seq_id < self._next
-
-    def unblocks(self, seq_id: int) -> bool:
-        """Return whether all waiting requests wait for this seq id: it alone may exceed the
-        limits.
-        """
-        return seq_id == self._next and bool(self._waiting)
+    def start(self, request: PendingRequest, run: Run) -> None:
+        """Queue request 0, which creates the model."""
+        self._add(0, request, run, adds_gradient=False)
 
     def submit(
-        self, seq_id: int, request: PendingRequest, work: Work, *, adds: bool = False
-    ) -> None:
+        self, seq_id: int | None, run: Run, *, num_bytes: int = 0, adds_gradient: bool = False
+    ) -> Future:
+        """Queue a request; the answer comes by `retrieve_future`.
+
+        Args:
+            num_bytes: bytes of the data that `run` holds.
+
+        Raises:
+            GoneError: the model has ended.
+            BusyError: too much work is waiting. Its seq id is not used up.
+        """
+        future, _ = self._accept(seq_id, run, num_bytes=num_bytes, adds_gradient=adds_gradient)
+        return future
+
+    def refuse(
+        self, seq_id: int | None, error: TinkerError, *, adds_gradient: bool = False
+    ) -> Future:
+        """Raise an error, unless its request is repeated, and let the request fail in its turn.
+
+        An invalid request uses up its seq id like any other, so that later ones do not wait for it.
+        """
+
+        async def fail() -> Answer:
+            raise InvalidRequestError(str(error))
+
+        future, is_new = self._accept(seq_id, fail, adds_gradient=adds_gradient)
+        if is_new:
+            raise error
+        return future
+
+    def _accept(
+        self, seq_id: int | None, run: Run, *, num_bytes: int = 0, adds_gradient: bool
+    ) -> tuple[Future, bool]:
+        """Queue a request unless it is repeated; return False with a repeated one."""
+        number = check_seq_id("seq_id", seq_id, first=1)
+        future = Future(request_id=f"{self.model_id}:{number}", model_id=self.model_id)
+        if future.request_id in self._futures:
+            return future, False
         if self.ended is not None:
-            self._futures.fail(request, self._gone)
-        elif seq_id >= self._next:
-            self._waiting[seq_id] = _Waiting(request=request, work=work, adds=adds)
-            self._changed.set()
+            raise GoneError(self.gone)
+        if number < self._next:  # It was done, refused or given up some time ago.
+            return future, False
+
+        request = self._futures.begin(
+            future.request_id,
+            owner=self.owner,
+            num_bytes=num_bytes,
+            # All others wait for this seq id, so it alone may exceed the limits.
+            unblocks=number == self._next and bool(self._waiting),
+        )
+        self._add(number, request, run, adds_gradient=adds_gradient)
+        return future, True
+
+    def _add(self, number: int, request: PendingRequest, run: Run, *, adds_gradient: bool) -> None:
+        self._waiting[number] = _Waiting(request=request, run=run, adds_gradient=adds_gradient)
+        self._changed.set()
 
     def end(self, why: str) -> None:
         """Fail what waits and what arrives later; what runs is finished. Idempotent."""
         if self.ended is None:
             self.ended = why
-            self._fail_waiting(self._gone)
+            self._fail_waiting(self.gone)
             self._changed.set()
 
     @property
-    def _gone(self) -> str:
+    def gone(self) -> str:
+        """Text for a client that uses a model that has ended."""
         return f"model {self.model_id} is no longer there: {self.ended}"
 
     async def _run(self) -> None:
@@ -129,6 +180,7 @@ class Model:
                 if await self._is_next_here():
                     await self._do(self._waiting.pop(self._next))
         finally:
+            # Also where the task is cancelled: nothing may wait for a stream that does no work.
             self.end("the service is closing")
             if self.is_created:
                 async with self._backend.trainer(self.owner) as trainer:
@@ -139,6 +191,7 @@ class Model:
         try:
             async with asyncio.timeout(None) as gap:
                 while self._next not in self._waiting and self.ended is None:
+                    # From here on the waiting requests could run, but for the missing one.
                     if self._waiting and gap.when() is None:
                         gap.reschedule(asyncio.get_running_loop().time() + self._gap_timeout_s)
                     self._changed.clear()
@@ -149,25 +202,31 @@ class Model:
 
     async def _do(self, one: _Waiting) -> None:
         seq_id = self._next
+        # Before the work, so that a repetition of this request is known as one.
         self._next += 1
-        await self._futures.run(one.request, partial(self._after_gap, one.work.do))
+        await self._futures.run(one.request, partial(self._run_after_gap, one.run))
         result = one.request.result
         if result is not None and result.error is not None:
-            if one.adds:
+            # The next step would be one of part of a batch (training.py refuses it).
+            if one.adds_gradient:
                 self.failed.append(seq_id)
             if seq_id == 0:
                 self.end(f"it could not be created: {result.error}")
 
-    async def _after_gap(self, do: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def _run_after_gap(self, run: Run) -> Answer:
+        # The gap has left part of a batch in the gradient.
         if self._had_gap:
             async with self._backend.trainer(self.owner) as trainer:
                 await trainer.drop_gradient(model_id=self.model_id)
             self._had_gap = False
-        return await do()
+        return await run()
 
     def _give_up(self) -> None:
+        # All that wait fail, also those behind a second gap: they may be part of the same batch.
         first, last = self._next, max(self._waiting)
-        missing = next(seq_id for seq_id in range(first, last) if seq_id not in self._waiting)
+        missing = first
+        while missing in self._waiting:
+            missing += 1
         self._next = last + 1
         self._had_gap = True
         self._fail_waiting(

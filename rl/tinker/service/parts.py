@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rl.tinker.backend import TinkerBackend
-from rl.tinker.futures import Background, Futures
-from rl.tinker.sessions import Sessions
-from rl.tinker.storage import Storage
-from rl.tinker.types import HttpLimits, Limits
+from rl.tinker.service.futures import Background, Futures
+from rl.tinker.service.sessions import Sessions
+from rl.tinker.service.storage import Storage
+from rl.tinker.types import Limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,6 @@ class Parts:
     sessions: Sessions
     futures: Futures
     limits: Limits
-    http: HttpLimits
     wall_time_s: Callable[[], float]
     """Unix time, by which checkpoints are stamped and expire."""
     background: Background = field(default_factory=Background)

@@ -55,6 +55,11 @@ class WireLoss:
     """True if a token with advantage 0 contributes exactly 0, to the gradient too."""
 
     def build(self, settings: Mapping[str, float]) -> Loss:
+        """Build the loss, with default values for what the settings leave out.
+
+        Example:
+            `find_loss("dro").build({"beta": 0.1})` is `DROLoss(normalization="none", beta=0.1)`.
+        """
         for name, value in settings.items():
             if name not in self.defaults:
                 valid = (
@@ -70,7 +75,7 @@ class WireLoss:
         return self.make({**self.defaults, **settings})
 
 
-def _clipping(make: Callable[..., Loss]) -> Callable[[Mapping[str, float]], Loss]:
+def _make_clipping(make: Callable[..., Loss]) -> Callable[[Mapping[str, float]], Loss]:
     """Translate thresholds of the ratio into relay's distances from 1."""
     return lambda settings: make(
         normalization="none", clip_low=1.0 - settings[LOW], clip_high=settings[HIGH] - 1.0
@@ -89,8 +94,8 @@ _LOSSES = (
         name="importance_sampling",
         make=lambda settings: ImportanceSamplingLoss(normalization="none"),
     ),
-    WireLoss(name="ppo", make=_clipping(PPOLoss), defaults={LOW: 0.8, HIGH: 1.2}),
-    WireLoss(name="cispo", make=_clipping(CISPOLoss), defaults={LOW: 0.0, HIGH: 4.0}),
+    WireLoss(name="ppo", make=_make_clipping(PPOLoss), defaults={LOW: 0.8, HIGH: 1.2}),
+    WireLoss(name="cispo", make=_make_clipping(CISPOLoss), defaults={LOW: 0.0, HIGH: 4.0}),
     WireLoss(
         name="dro",
         make=lambda settings: DROLoss(normalization="none", beta=settings["beta"]),
@@ -99,7 +104,7 @@ _LOSSES = (
     ),
     WireLoss(
         name="gspo",
-        make=_clipping(partial(GSPOLoss, level="token")),
+        make=_make_clipping(partial(GSPOLoss, level="token")),
         defaults={LOW: 0.8, HIGH: 1.2},
         optional=(RATIO_MASK,),
     ),
@@ -108,12 +113,13 @@ LOSSES: Mapping[str, WireLoss] = {loss.name: loss for loss in _LOSSES}
 
 
 def find_loss(name: str) -> WireLoss:
+    """Return a loss of the API; raise InvalidRequestError, which lists them, if there is none."""
     if name not in LOSSES:
         raise InvalidRequestError(f"loss_fn={name!r:.100}: must be one of {', '.join(LOSSES)}")
     return LOSSES[name]
 
 
-def metrics_of(result: ForwardBackwardResult, loss: WireLoss) -> dict[str, float]:
+def collect_metrics(result: ForwardBackwardResult, loss: WireLoss) -> dict[str, float]:
     """Return sums and maxima only: the client adds up those of its chunks."""
     num_tokens = result.num_valid_tokens
     metrics = {
@@ -121,6 +127,7 @@ def metrics_of(result: ForwardBackwardResult, loss: WireLoss) -> dict[str, float
         "num_tokens:sum": float(num_tokens),
         "entropy:sum": result.entropy_mean * num_tokens,
     }
+    # Only of losses that clip, or that have logprobs to compare with.
     if HIGH in loss.defaults:
         metrics["num_clipped:sum"] = float(round(result.clipped_fraction * num_tokens))
     if LOGPROBS in loss.required:
@@ -129,7 +136,10 @@ def metrics_of(result: ForwardBackwardResult, loss: WireLoss) -> dict[str, float
     return metrics
 
 
-def optim_params(params: wire.AdamParams) -> OptimParams:
+def check_optim_params(params: object) -> OptimParams:
+    """Translate a step's settings; raise InvalidRequestError unless they are valid ones of Adam."""
+    if not isinstance(params, wire.AdamParams):
+        raise InvalidRequestError("optimizer_params: this server has Adam only; give adam_params")
     for name, lowest, highest in (
         ("learning_rate", 0.0, MAX_FLOAT),
         ("beta1", 0.0, BELOW_1),
@@ -153,16 +163,23 @@ def optim_params(params: wire.AdamParams) -> OptimParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireSamples:
+    """Data of a call as relay's samples, with the shapes that their results have on the wire."""
+
     samples: tuple[TrainingSample, ...]
     widths: tuple[int | None, ...]
     """K of each datum; None where its targets are [N]."""
 
     @property
     def num_bytes(self) -> int:
-        arrays = (getattr(sample, item.name) for sample in self.samples for item in fields(sample))
-        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+        num_bytes = 0
+        for sample in self.samples:
+            for item in fields(sample):
+                value = getattr(sample, item.name)
+                if isinstance(value, np.ndarray):
+                    num_bytes += value.nbytes
+        return num_bytes
 
-    def logprobs(self, of_samples: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    def split_logprobs(self, of_samples: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Return each datum's [N] or [N, K] logprobs, from the samples' [T] or [T, K]."""
 
         def of_datum(values: np.ndarray, width: int | None) -> np.ndarray:
@@ -176,7 +193,7 @@ class WireSamples:
         )
 
 
-def wire_samples(data: Sequence[Datum], loss: WireLoss, base: BaseModel) -> WireSamples:
+def make_samples(data: Sequence[Datum], loss: WireLoss, base: BaseModel) -> WireSamples:
     """Check data and translate them; raise InvalidRequestError, which names datum and field.
 
     If all targets are the tokens that follow, the samples are plain ones, whose prompts can be
@@ -196,6 +213,7 @@ def wire_samples(data: Sequence[Datum], loss: WireLoss, base: BaseModel) -> Wire
             f"{most} targets: must be at most {MAX_TARGETS} targets together; send data of similar "
             "widths together"
         )
+    # Plain samples need no targets of their own, and a prompt that several share is computed once.
     plain = most is None and all(
         np.array_equal(t[:-1], datum.tokens[1:]) for t, datum in zip(targets, data, strict=True)
     )
@@ -208,7 +226,9 @@ def _sample(datum: Datum, loss: WireLoss, *, width: int | None, plain: bool) -> 
     targets = inputs[TARGETS]
     weights = inputs.get(WEIGHTS if LOGPROBS not in loss.required else ADVANTAGES)
     advantages = np.ones(targets.shape, np.float32) if weights is None else weights
+    # A token that adds exactly 0 need not be trained; dro has a term without the advantage.
     mask = advantages != 0 if loss.only_advantages else np.ones(targets.shape, np.bool_)
+    # The last token of a sample is a target only, and its id is never read where targets are given.
     last = targets[-1] if plain else 0
 
     def shifted(values: np.ndarray, dtype: type) -> np.ndarray:
@@ -243,11 +263,12 @@ def _check_datum(datum: Datum, loss: WireLoss, base: BaseModel, *, where: str) -
             f"{where}.model_input: has {len(tokens)} tokens: must be 1 to {longest}, the model's "
             "context without the last target"
         )
+    readable = (*loss.required, *loss.optional)
     for name in inputs:
-        if name not in (read := (*loss.required, *loss.optional)):
+        if name not in readable:
             raise InvalidRequestError(
                 f"{where}.loss_fn_inputs: has {name!r:.100}, which {loss.name} does not read: it "
-                f"reads {', '.join(read)}"
+                f"reads {', '.join(readable)}"
             )
     for name in loss.required:
         if name not in inputs:
@@ -294,5 +315,6 @@ def _check_values(values: np.ndarray, shape: tuple[int, ...], *, where: str) -> 
         raise InvalidRequestError(
             f"{where}: has shape {list(values.shape)}: must be {list(shape)}, as target_tokens"
         )
-    if not (finite := np.isfinite(values)).all():
+    finite = np.isfinite(values)
+    if not finite.all():
         raise InvalidRequestError(f"{where}: has {values[~finite][0]}: must be finite numbers")

@@ -16,14 +16,12 @@ from typing import TypeAlias
 
 from tinker import types as wire
 
-from rl.tinker.backend import lora_config
-from rl.tinker.bodies import SampleBody
-from rl.tinker.codec import checked_request, encode_sample
-from rl.tinker.futures import SMALL_BYTES, Result, encoded
-from rl.tinker.models import Model
-from rl.tinker.parts import Parts
-from rl.tinker.sessions import KEPT, Session
-from rl.tinker.storage import Stored
+from rl.tinker.backend import make_lora_config
+from rl.tinker.service.futures import SMALL_BYTES, Result, encode_message
+from rl.tinker.service.parts import Parts
+from rl.tinker.service.sessions import KEPT, Session
+from rl.tinker.service.storage import Stored
+from rl.tinker.service.streams import ModelStream
 from rl.tinker.types import (
     Future,
     GoneError,
@@ -36,10 +34,13 @@ from rl.tinker.types import (
     check_base,
     check_seq_id,
 )
+from rl.tinker.wire.codec import SampleBody, check_sample, encode_sample
 
 
 @dataclass(slots=True, eq=False)
 class Weights:
+    """Version of weights at the backend: a snapshot, saved weights, or the base model's."""
+
     key: str
     """Folder, version of a snapshot, or "base"."""
     owner: str | None
@@ -54,6 +55,7 @@ class Weights:
 
     @property
     def could_not_open(self) -> bool:
+        """True if the backend has failed to open them; the next sample tries again."""
         return self.version.done() and (
             self.version.cancelled() or self.version.exception() is not None
         )
@@ -71,16 +73,17 @@ class OpenWeights:
         self._open: dict[str, Weights] = {}
         """Weights by key, least recently used first."""
 
-    async def publish(self, model: Model) -> Weights:
+    async def publish(self, model: ModelStream) -> Weights:
         """Snapshot a model's weights.
 
         Raises:
             LimitReachedError: there is no room, and all weights that could make room are in use.
         """
-        owner, num_bytes = model.owner, self._num_bytes(model.settings)
+        owner, num_bytes = model.owner, self._count_bytes(model.settings)
         version = asyncio.get_running_loop().create_future()
+        # The backend may have less room than the limits say: snapshots of actors are whole models.
         while not version.done():
-            self.reserve(owner, num_bytes)
+            self.make_room(owner, num_bytes)
             try:
                 version.set_result(await self._parts.backend.publish(model.model_id, owner))
             except LimitReachedError as error:
@@ -90,102 +93,112 @@ class OpenWeights:
                 await asyncio.wait([closing])
         weights = Weights(f"snapshot {version.result()}", owner, version, num_bytes)
         self._open[weights.key] = weights
-        self._make_room(owner)
+        self._close_surplus(owner)
         return weights
 
-    def opened(self, stored: Stored | None, owner: str) -> Weights:
+    def open(self, stored: Stored | None, owner: str) -> Weights:
         """Return saved weights, or the base model's (None); they may still be opening."""
         key = "base" if stored is None else str(stored.data)
-        found = self._open.get(key)
-        if found is None or found.could_not_open:
-            lora = None if stored is None else stored.record.settings.lora
-            adapters = None if lora is None else lora_config(lora, self._parts.backend.base_model)
-            num_bytes = 0 if stored is None else self._num_bytes(stored.record.settings)
-            self.reserve(owner, num_bytes)
-            opening = self._parts.backend.open(
-                adapters, None if stored is None else stored.data, owner
-            )
-            version = self._parts.background.start(opening, f"opening of {key}")
-            found = self._open[key] = Weights(
-                key, None if stored is None else owner, version, num_bytes
-            )
-        return found
+        weights = self._open.get(key)
+        if weights is None or weights.could_not_open:
+            weights = self._open[key] = self._start_opening(key, stored, owner)
+        return weights
 
-    def reserve(self, owner: str, num_bytes: int) -> None:
+    def _start_opening(self, key: str, stored: Stored | None, owner: str) -> Weights:
+        if stored is None:
+            # The base model belongs to nobody, so nobody's limit counts it.
+            opening = self._parts.backend.open(None, None, owner)
+            version = self._parts.background.start(opening, f"opening of {key}")
+            return Weights(key, None, version)
+
+        settings = stored.record.settings
+        adapters = None
+        if settings.lora is not None:
+            adapters = make_lora_config(settings.lora, self._parts.backend.base_model)
+        num_bytes = self._count_bytes(settings)
+        self.make_room(owner, num_bytes)
+        opening = self._parts.backend.open(adapters, stored.data, owner)
+        version = self._parts.background.start(opening, f"opening of {key}")
+        return Weights(key, owner, version, num_bytes)
+
+    def make_room(self, owner: str, num_bytes: int) -> None:
         """Close weights until there is room for more state.
 
         Raises:
             LimitReachedError: there is none, and all weights that could make room are in use.
         """
         most = self._parts.limits.most_state_bytes
-        while num_bytes and (held := self._state_bytes()).total() + num_bytes > most:
-            held[owner] += num_bytes
+        while num_bytes:
+            bytes_by_owner = self._sum_state_bytes()
+            if bytes_by_owner.total() + num_bytes <= most:
+                return
+            # With what it asks for, this owner may be the one who has most.
+            bytes_by_owner[owner] += num_bytes
             why = (
                 "limit all_state_bytes: the models and open weights of all keys have more than "
                 f"{most} bytes"
             )
-            if self._close_oldest(owner, why, held) is None:
+            if self._close_oldest(owner, why, bytes_by_owner) is None:
                 raise LimitReachedError(f"{why}; finish a session")
 
-    def _state_bytes(self) -> Counter[str]:
+    def _sum_state_bytes(self) -> Counter[str]:
         """Return the bytes of models and open weights by owner."""
-        held: Counter[str] = Counter()
-        for model in self._parts.sessions.all_models():
-            held[model.owner] += model.num_bytes
+        bytes_by_owner: Counter[str] = Counter()
+        for model in self._parts.sessions.list_all_streams():
+            bytes_by_owner[model.owner] += model.num_bytes
         for one in self._open.values():
-            held[one.owner or ""] += one.num_bytes  # 0 of the base model's
-        return held
+            bytes_by_owner[one.owner or ""] += one.num_bytes  # 0 of the base model's
+        return bytes_by_owner
 
-    def _num_bytes(self, settings: ModelSettings) -> int:
+    def _count_bytes(self, settings: ModelSettings) -> int:
         """Return the bytes of a snapshot of a model's trained weights."""
-        return 4 * self._parts.backend.base_model.num_trained(settings.lora)
+        return 4 * self._parts.backend.base_model.count_trained(settings.lora)
 
     def acquire(self, weights: Weights) -> None:
         """Keep weights open until `release`, and mark them as the most recently used."""
         weights.num_samples += 1
+        # The end of the dict is the place of the most recently used.
         self._open[weights.key] = self._open.pop(weights.key)
-        self._make_room(weights.owner)
+        self._close_surplus(weights.owner)
 
     def release(self, weights: Weights) -> None:
+        """End a use of `acquire`, and close weights that were only open for it."""
         weights.num_samples -= 1
         if not weights.num_samples and weights.closed is not None:
             self._forget(weights)
         else:
-            self._make_room(weights.owner)
+            self._close_surplus(weights.owner)
 
     def close(self, key: str, why: str) -> asyncio.Task[None] | None:
         """Close weights; return the task that does so, or None if it comes after their samples."""
-        if (weights := self._open.pop(key, None)) is not None:
+        weights = self._open.pop(key, None)
+        if weights is not None:
             weights.closed = why
+            # Samples in progress keep the version at the backend; `release` forgets it.
             if not weights.num_samples:
                 return self._forget(weights)
         return None
 
-    def _make_room(self, owner: str | None) -> None:
+    def _close_surplus(self, owner: str | None) -> None:
         most = self._parts.limits.samplers
         why = (
             f"only the {most} most recently used weights stay open (limit samplers); save the "
             "weights under a name to keep them"
         )
-        while owner is not None and self._num_open()[owner] > most:
+        while owner is not None and self._count_open()[owner] > most:
             if self._close_oldest_of(owner, why) is None:
                 break
-        most = self._parts.limits.all_samplers
-        why = f"all keys together have at most {most} weights open (limit all_samplers)"
-        while owner is not None and self._num_open().total() > most:
-            if self._close_oldest(owner, why) is None:
-                break
 
-    def _num_open(self) -> Counter[str]:
+    def _count_open(self) -> Counter[str]:
         """Return the number of open weights by owner, without the base model's."""
         return Counter(one.owner for one in self._open.values() if one.owner is not None)
 
     def _close_oldest(
-        self, owner: str, why: str, held: Counter[str] | None = None
+        self, owner: str, why: str, amounts: Counter[str] | None = None
     ) -> asyncio.Task[None] | None:
         """Close weights of the owner who has most, by number unless given, or else of this one."""
-        held = self._num_open() if held is None else held
-        most = max(held, key=lambda one: (held[one], one == owner), default=owner)
+        amounts = self._count_open() if amounts is None else amounts
+        most = max(amounts, key=lambda one: (amounts[one], one == owner), default=owner)
         return self._close_oldest_of(most, why) or self._close_oldest_of(owner, why)
 
     def _close_oldest_of(self, owner: str, why: str) -> asyncio.Task[None] | None:
@@ -197,6 +210,7 @@ class OpenWeights:
 
     def _forget(self, weights: Weights) -> asyncio.Task[None]:
         async def forget() -> None:
+            # Weights may be closed while they open, and only an open version can be forgotten.
             await asyncio.wait([weights.version])
             if not weights.could_not_open:
                 await self._parts.backend.forget(weights.version.result())
@@ -205,6 +219,8 @@ class OpenWeights:
 
 
 class SamplingSessions:
+    """Calls about sampling sessions, each of which samples from one source."""
+
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.weights = OpenWeights(parts)
@@ -221,9 +237,9 @@ class SamplingSessions:
 
         Weights load with the first sample, which fails if they are replaced or deleted before.
         """
-        session = self._parts.sessions.live(body.session_id, owner)
-        new_id = self.id_of(session, body.sampling_session_seq_id)
-        if new_id not in self._sources_of(session):
+        session = self._parts.sessions.find_live(body.session_id, owner)
+        new_id = self.make_id(session, body.sampling_session_seq_id)
+        if new_id not in self._get_sources(session):
             stored, name = None, body.base_model
             if body.model_path is not None:
                 stored = self._parts.storage.find_weights(
@@ -244,29 +260,32 @@ class SamplingSessions:
         The same (sampling_session_id, seq_id) is the same request while its result is kept. Seq ids
         count from 0, in any order.
         """
-        if (session_id := body.sampling_session_id) is None:
+        session_id = body.sampling_session_id
+        if session_id is None:
             raise InvalidRequestError(
                 "sampling_session_id: is missing; create_sampling_session returns it"
             )
-        source = self.source(session_id, owner)
+        source = self.find_source(session_id, owner)
         request_id = f"{session_id}:{check_seq_id('seq_id', body.seq_id, first=0)}"
-        asked = checked_request(body, self._parts.backend.base_model, self._parts.limits)
+        sample = check_sample(body, self._parts.backend.base_model)
         futures = self._parts.futures
         if request_id not in futures:
-            weights = self._weights_of(source, owner)
+            # A session may be older than a deletion, so its weights are checked at each sample.
+            weights = self._open_source(source, owner)
             stop = body.sampling_params.stop or ()
-            num_bytes = (
-                asked.prompt.nbytes
-                + SMALL_BYTES * body.num_samples
-                + sum(4 * len(one) if isinstance(one, str) else 32 for one in stop)
-            )
+            # A character has at most 4 bytes in memory, and an integer about 32.
+            stop_bytes = 0
+            for one in stop:
+                stop_bytes += 4 * len(one) if isinstance(one, str) else 32
+            num_bytes = sample.prompt.nbytes + SMALL_BYTES * body.num_samples + stop_bytes
             request = futures.begin(request_id, owner=owner, num_bytes=num_bytes)
 
             async def sampled() -> Result:
+                # Shared with other samples: one that is cancelled must not stop the opening.
                 version = await asyncio.shield(weights.version)
-                output = await self._parts.backend.sample(version, asked, owner)
-                return await encoded(
-                    partial(encode_sample, output, asked), num_bytes=output.num_bytes
+                output = await self._parts.backend.sample(version, sample, owner)
+                return await encode_message(
+                    partial(encode_sample, output, sample), num_bytes=output.num_bytes
                 )
 
             self.weights.acquire(weights)
@@ -274,11 +293,13 @@ class SamplingSessions:
                 futures.run(request, sampled), f"sample {request_id}"
             )
             request.task.add_done_callback(lambda _: self.weights.release(weights))
+        # The client names single samples of the request by these.
         ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
         return Future(request_id=request_id, model_id=session_id, sample_sequence_ids=ids)
 
-    async def sampler(self, sampler_id: Id, *, owner: Owner) -> wire.GetSamplerResponse:
-        source = self.source(sampler_id, owner)
+    async def get_sampler(self, sampler_id: Id, *, owner: Owner) -> wire.GetSamplerResponse:
+        """Return the base model and the path that a sampling session samples from."""
+        source = self.find_source(sampler_id, owner)
         path = source.path.tinker_path if isinstance(source, Stored) else None
         base_model = self._parts.backend.base_model.name
         return wire.GetSamplerResponse(
@@ -287,29 +308,31 @@ class SamplingSessions:
 
     # For the other calls
 
-    def source(self, sampling_session_id: str, owner: str) -> Source:
+    def find_source(self, sampling_session_id: str, owner: str) -> Source:
         """Return what a sampling session samples from, and keep the session alive."""
-        session = self._parts.sessions.live(sampling_session_id, owner)
-        sources = self._sources_of(session)
+        session = self._parts.sessions.find_live(sampling_session_id, owner)
+        sources = self._get_sources(session)
         if sampling_session_id not in sources:
             raise NotFoundError(f"there is no sampling session {sampling_session_id!r:.100}")
+        # The end of the dict is the place of the most recently used.
         source = sources[sampling_session_id] = sources.pop(sampling_session_id)
         return source
 
-    def id_of(self, session: Session, sampling_session_seq_id: int | None) -> str:
+    def make_id(self, session: Session, sampling_session_seq_id: int | None) -> str:
+        """Return the id of a sampling session, which clients derive too."""
         number = check_seq_id("sampling_session_seq_id", sampling_session_seq_id, first=0)
         return f"{session.session_id}:sample:{number}"
 
-    async def publish(self, model: Model, *, session: Session, new_id: str) -> None:
+    async def publish(self, model: ModelStream, *, session: Session, new_id: str) -> None:
         """Open a sampling session of a model's weights as they are now, in the model's session."""
         taken = f"sampling_session_seq_id: there is a sampling session {new_id} already"
-        if new_id in self._sources_of(session):
+        if new_id in self._get_sources(session):
             raise InvalidRequestError(taken)
         weights = await self.weights.publish(model)
         if session.ended:
             self.weights.close(weights.key, "its session has ended")
             raise GoneError(f"session {session.session_id} has ended")
-        if new_id in self._sources_of(session):  # another model of the session was faster
+        if new_id in self._get_sources(session):  # another model of the session was faster
             self.weights.close(weights.key, taken)
             raise InvalidRequestError(taken)
         self._add(session, new_id, weights)
@@ -318,7 +341,7 @@ class SamplingSessions:
         """Accept no more samples of a checkpoint that was deleted."""
         self.weights.close(str(stored.data), f"{stored.path.tinker_path} was deleted")
 
-    def _sources_of(self, session: Session) -> dict[str, Source]:
+    def _get_sources(self, session: Session) -> dict[str, Source]:
         return self._sources.get(session.session_id, {})
 
     def _add(self, session: Session, new_id: str, source: Source) -> None:
@@ -329,12 +352,12 @@ class SamplingSessions:
             if isinstance(oldest, Weights):
                 self.weights.close(oldest.key, f"a session keeps its {KEPT} last sampling sessions")
 
-    def _weights_of(self, source: Source, owner: str) -> Weights:
+    def _open_source(self, source: Source, owner: str) -> Weights:
         if not isinstance(source, Weights):
             if source is not None:
                 # Deleted and expired checkpoints are not sampled from, even while they are open.
                 self._parts.storage.find(source.path, owner)
-            return self.weights.opened(source, owner)
+            return self.weights.open(source, owner)
         if source.closed is not None:
             raise GoneError(f"the weights are no longer in memory: {source.closed}")
         return source
@@ -342,8 +365,12 @@ class SamplingSessions:
     def _end_session(self, session: Session, why: str) -> None:
         self._parts.futures.end_samples(session.session_id, why)
         ended = self._sources.pop(session.session_id, {})
-        others = [source for sources in self._sources.values() for source in sources.values()]
-        still_used = {source.data for source in others if isinstance(source, Stored)}
+        # Sessions share saved weights, which stay open while any of them has a sampling session.
+        still_used = set()
+        for sources in self._sources.values():
+            for source in sources.values():
+                if isinstance(source, Stored):
+                    still_used.add(source.data)
         for source in ended.values():
             if isinstance(source, Weights):
                 self.weights.close(source.key, why)

@@ -14,7 +14,6 @@ import pydantic
 from google.protobuf.message import Message
 from tinker import types as wire
 
-from rl.tinker.codec import PROTOBUF
 from rl.tinker.types import (
     BusyError,
     GoneError,
@@ -23,6 +22,7 @@ from rl.tinker.types import (
     TinkerError,
     UnsavedError,
 )
+from rl.tinker.wire.codec import PROTOBUF
 from rl.utils.printing import shortened
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REQUEST_BYTES = 512 * 1024
-"""Bytes counted for a waiting request besides its tensors: at the default limit, at most 8192
+"""Bytes counted for a waiting request besides its tensors: at the default limit, at most 16,384
 requests wait.
 """
 SMALL_BYTES = 4096
@@ -55,7 +55,7 @@ class Result:
 Answer: TypeAlias = Result | pydantic.BaseModel
 
 
-async def encoded(make: Callable[[], Message], *, num_bytes: int) -> Result:
+async def encode_message(make: Callable[[], Message], *, num_bytes: int) -> Result:
     """Make and encode a message of about this size, in a thread unless it is small."""
 
     def encode() -> bytes:
@@ -65,13 +65,15 @@ async def encoded(make: Callable[[], Message], *, num_bytes: int) -> Result:
     return Result(body, PROTOBUF)
 
 
-def _encoded_json(answer: pydantic.BaseModel, error: str | None = None) -> Result:
+def _encode_json(answer: pydantic.BaseModel, error: str | None = None) -> Result:
     # Python's JSON has NaN, as the official client reads it: null would not be a number.
     return Result(json.dumps(answer.model_dump()).encode(), error=error)
 
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
+    """Accepted request, from its submission until its result is dropped."""
+
     request_id: str
     owner: str
     num_bytes: int
@@ -118,29 +120,24 @@ class Futures:
     def begin(
         self, request_id: str, *, owner: str, num_bytes: int = 0, unblocks: bool = False
     ) -> PendingRequest:
-        """Accept a request; raise BusyError at `limits.waiting_bytes`, unless it `unblocks` others
-        that wait.
+        """Accept a request; raise BusyError at `limits.all_held_bytes`, unless it `unblocks` others
+        that wait, or its owner has less than a share.
         """
         if self._closed:
             raise GoneError(_CLOSED)
-        # A refusal opens no account.
-        held, most = self._held.get(owner, _Held()), self._limits.waiting_bytes
+        # A refusal opens no account, which would lower the share of the others.
+        held, most = self._held.get(owner, _Held()), self._limits.all_held_bytes
         num_bytes += REQUEST_BYTES
-        waiting_bytes = held.waiting_bytes + num_bytes
-        # A single request above the limit has to pass at some time.
-        if waiting_bytes > most and held.waiting_bytes and not unblocks:
-            raise BusyError(
-                f"limit waiting_bytes: this request would make it {waiting_bytes}, above {most}; "
-                "wait"
-            )
-        most = self._limits.all_held_bytes
         share = most // len(self._held.keys() | {owner})
-        if self._all.waiting_bytes + num_bytes > most and waiting_bytes > share and not unblocks:
+        is_full = self._all.waiting_bytes + num_bytes > most
+        has_share = held.waiting_bytes + num_bytes > share
+        # A single request above the limit has to pass at some time.
+        if is_full and has_share and self._all.waiting_bytes and not unblocks:
             raise BusyError(
                 f"limit all_held_bytes: the requests of all keys that wait have {most} bytes; wait"
             )
         self._all.waiting_bytes += num_bytes
-        held.waiting_bytes = waiting_bytes
+        held.waiting_bytes += num_bytes
         self._held[owner] = held
         request = PendingRequest(request_id=request_id, owner=owner, num_bytes=num_bytes)
         self._requests[request_id] = request
@@ -150,13 +147,14 @@ class Futures:
         """Do a request's work; an exception becomes a RequestFailedResponse."""
         try:
             answer = await work()
-            self._finish(request, answer if isinstance(answer, Result) else _encoded_json(answer))
+            self._finish(request, answer if isinstance(answer, Result) else _encode_json(answer))
         except UnsavedError as error:
             log.error("request %s: %s", request.request_id, error)
             self.fail(request, str(error), wire.RequestErrorCategory.Server)
         except TinkerError as error:
             self.fail(request, str(error))
         except asyncio.CancelledError:
+            # Of a service that closes: `cancel` has set a result before.
             self.fail(request, "it was cancelled")
             raise
         except Exception:
@@ -174,12 +172,13 @@ class Futures:
         if request.result is None:
             error = shortened(error)
             answer = wire.RequestFailedResponse(error=error, category=category)
-            self._finish(request, _encoded_json(answer, error))
+            self._finish(request, _encode_json(answer, error))
 
     def _finish(self, request: PendingRequest, result: Result) -> None:
         """Set a request's result, unless it has one."""
         if request.result is not None:
             return
+        # Without its task, which would keep the request's data in memory.
         request.result, request.task = result, None
         held = self._held[request.owner]
         num_bytes = SMALL_BYTES + len(result.body)
@@ -190,8 +189,6 @@ class Futures:
         request.done.set()
         loop = asyncio.get_running_loop()
         request.expiry = loop.call_later(self._limits.result_kept_s, self._drop, request)
-        while len(held.results) > 1 and held.result_bytes > self._limits.result_bytes:
-            self._drop_oldest(held)
         while self._all.result_bytes > self._limits.all_held_bytes:
             self._drop_oldest(max(self._held.values(), key=lambda one: one.result_bytes))
 
@@ -204,11 +201,13 @@ class Futures:
                     await request.done.wait()
             except TimeoutError:
                 return None
+            # `close` sets the event too, so that no poll delays the end of the server.
             if self._closed:
                 raise GoneError(_CLOSED)
         return request.result
 
     def cancel(self, request_id: str) -> None:
+        """Fail a sample without a result, and end its work; training raises InvalidRequestError."""
         request = self._find(request_id)
         if request.result is None:
             if request.task is None:
@@ -237,7 +236,8 @@ class Futures:
             request.done.set()
 
     def _find(self, request_id: str) -> PendingRequest:
-        if (request := self._requests.get(request_id)) is None:
+        request = self._requests.get(request_id)
+        if request is None:
             raise GoneError(
                 f"there is no result of request {request_id}: it ended more than "
                 f"{self._limits.result_kept_s:g} s ago, too many newer results came after it, or "
@@ -250,7 +250,8 @@ class Futures:
 
     def _drop(self, request: PendingRequest) -> None:
         held = self._held.get(request.owner, _Held())
-        if (num_bytes := held.results.pop(request.request_id, None)) is not None:
+        num_bytes = held.results.pop(request.request_id, None)
+        if num_bytes is not None:
             held.result_bytes -= num_bytes
             self._all.result_bytes -= num_bytes
             del self._requests[request.request_id]
@@ -267,15 +268,18 @@ class Background:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
+        """Start a task, which the log calls `what`."""
         task = asyncio.get_running_loop().create_task(work, name=what)
+        # asyncio itself keeps only weak references to tasks.
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._discard)
         return task
 
     async def close(self, timeout_s: float) -> None:
         """Wait for all tasks, also those that they start; then cancel the rest and wait as long
         again.
         """
+        # Work in progress ends by itself, such as a save; what does not end in time is cancelled.
         for cancel in (False, True):
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -286,7 +290,7 @@ class Background:
         for task in self._tasks:
             log.error("%s did not end", task.get_name())
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _discard(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)

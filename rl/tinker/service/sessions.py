@@ -14,10 +14,12 @@ from fastapi import Body
 from tinker import types as wire
 from tinker.types.session_status import ClientSessionFinishReason
 
-from rl.tinker.bodies import CreateSessionBody
-from rl.tinker.models import Model
+from rl.tinker.service.streams import ModelStream
 from rl.tinker.types import SESSION, GoneError, Id, LimitReachedError, Limits, NotFoundError, Owner
+from rl.tinker.wire.codec import CreateSessionBody
 
+MAX_SESSIONS = 100
+"""Sessions of one key that have not ended."""
 KEPT = 1000
 """Sampling sessions, and models that have ended, which a session remembers; sessions that have
 ended, of one owner.
@@ -26,9 +28,11 @@ ended, of one owner.
 
 @dataclass(slots=True, eq=False)
 class Session:
+    """Session of a client, which owns models and samplers."""
+
     session_id: str
     owner: str
-    models: dict[str, Model] = field(default_factory=dict)
+    models: dict[str, ModelStream] = field(default_factory=dict)
     """Models by id, also the last `KEPT` that have ended; none once the session and their tasks
     have.
     """
@@ -61,22 +65,27 @@ class Sessions:
     async def create_session(
         self, body: CreateSessionBody, *, owner: Owner
     ) -> wire.CreateSessionResponse:
-        own = [one for one in self._sessions.values() if one.owner == owner]
-        ended = [one for one in own if one.ended and not one.models]
-        if len(own) - len(ended) >= (most := self._limits.sessions):
-            raise LimitReachedError(f"limit sessions: {most} have not ended; finish one of them")
+        """Open a session, which lives until it is finished or silent for too long."""
+        sessions = [one for one in self._sessions.values() if one.owner == owner]
+        # A session whose models still end holds memory, so it counts as one that has not ended.
+        ended = [one for one in sessions if one.ended and not one.models]
+        if len(sessions) - len(ended) >= MAX_SESSIONS:
+            raise LimitReachedError(
+                f"this key has {MAX_SESSIONS} sessions that have not ended; finish one of them"
+            )
         for one in ended[:-KEPT]:
             del self._sessions[one.session_id]
         session_id = f"{self._process}-{secrets.token_hex(8)}"
         session = Session(session_id, owner)
         self._sessions[session_id] = session
-        self._keep_alive(session)
+        self._restart_timer(session)
         return wire.CreateSessionResponse(session_id=session_id)
 
     async def session_heartbeat(
         self, body: wire.SessionHeartbeatRequest, *, owner: Owner
     ) -> wire.SessionHeartbeatResponse:
-        self.live(body.session_id, owner)
+        """Keep a session alive; the official client calls this every ten seconds."""
+        self.find_live(body.session_id, owner)
         return wire.SessionHeartbeatResponse()
 
     async def finish(
@@ -94,7 +103,7 @@ class Sessions:
 
     # For the other calls
 
-    def live(self, any_id: str, owner: str) -> Session:
+    def find_live(self, any_id: str, owner: str) -> Session:
         """Return the session of a model's, sampler's, request's or its own id, and keep it
         alive.
         """
@@ -104,25 +113,28 @@ class Sessions:
                 f"session {session.session_id} has ended: it was finished, or sent no heartbeat "
                 "for too long"
             )
-        self._keep_alive(session)
+        self._restart_timer(session)
         return session
 
-    def touch(self, any_id: str, owner: str) -> None:
+    def keep_alive(self, any_id: str, owner: str) -> None:
         """Keep a session alive unless it has ended."""
         session = self._find(any_id, owner)
         if not session.ended:
-            self._keep_alive(session)
+            self._restart_timer(session)
 
-    def models(self, owner: str) -> dict[str, Model]:
+    def list_streams(self, owner: str) -> dict[str, ModelStream]:
         """Return an owner's models in memory by id, oldest first."""
-        return {model.model_id: model for model in self.all_models() if model.owner == owner}
+        return {model.model_id: model for model in self.list_all_streams() if model.owner == owner}
 
-    def all_models(self) -> list[Model]:
+    def list_all_streams(self) -> list[ModelStream]:
         """Return the models of all owners that are in memory, oldest first."""
-        models = (model for session in self._sessions.values() for model in session.models.values())
-        return [model for model in models if model.in_memory]
+        streams = []
+        for session in self._sessions.values():
+            streams += [stream for stream in session.models.values() if stream.in_memory]
+        return streams
 
     def close(self) -> None:
+        """End all sessions."""
         for session in tuple(self._sessions.values()):
             self._end(session, "the service is closing")
 
@@ -132,6 +144,7 @@ class Sessions:
         session = self._sessions.get(session_id)
         if session is not None and session.owner == owner:
             return session
+        # Another owner's session is not found, as one that never was: ids reveal nothing.
         if re.fullmatch(SESSION, session_id) and not session_id.startswith(self._process):
             raise GoneError(
                 f"{any_id!r:.100} ended with the server process that created it; its checkpoints "
@@ -139,8 +152,9 @@ class Sessions:
             )
         raise NotFoundError(f"there is no {any_id!r:.100}")
 
-    def _keep_alive(self, session: Session) -> None:
-        if (timeout_s := self._limits.session_timeout_s) is not None:
+    def _restart_timer(self, session: Session) -> None:
+        timeout_s = self._limits.session_timeout_s
+        if timeout_s is not None:
             if session.silence is not None:
                 session.silence.cancel()
             why = f"session {session.session_id} sent no heartbeat for {timeout_s:g} s"
@@ -156,8 +170,10 @@ class Sessions:
             session.silence.cancel()
         for model in session.models.values():
             model.end(why)
+            # The model frees its memory at the end of its task, and is listed until then.
             model.task.add_done_callback(partial(_forget, session, model.model_id))
         self.end_samplers(session, why)
+        # Until then a client that polls is told that its session has ended, not that there is none.
         drop = partial(self._sessions.pop, session.session_id, None)
         asyncio.get_running_loop().call_later(self._limits.result_kept_s, drop)
 

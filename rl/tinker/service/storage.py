@@ -65,7 +65,13 @@ _OTHER_KIND: dict[CheckpointKind, str] = {
 # Paths
 
 
-def checkpoint_path(model_id: str, kind: CheckpointKind, name: str) -> CheckpointPath:
+def make_path(model_id: str, kind: CheckpointKind, name: str) -> CheckpointPath:
+    """Return the path of a checkpoint.
+
+    Example:
+        >>> make_path("1f2e3d4c-0123456789abcdef:train:0", "training", "last").tinker_path
+        'tinker://1f2e3d4c-0123456789abcdef:train:0/weights/last'
+    """
     return CheckpointPath.from_tinker_path(f"tinker://{model_id}/{FOLDERS[kind]}/{name}")
 
 
@@ -79,6 +85,7 @@ def parse_path(path: str) -> CheckpointPath:
             f"path={path!r:.100}: must have the form tinker://<training run>/weights/<name> or "
             "tinker://<training run>/sampler_weights/<name>"
         )
+    # The patterns have neither "/" nor a leading ".", so no path leaves the storage folder.
     if not _MODEL_ID.fullmatch(form[1]) or not _NAME.fullmatch(form[2]):
         raise NotFoundError(f"there is no checkpoint {path!r:.100}")
     return CheckpointPath.from_tinker_path(path)
@@ -148,12 +155,15 @@ class Storage:
         without files.
         """
         make_folder(self._root, "the storage folder")
-        await self._remove_expired(self._expired())
-        for run in self._runs():
+        await self._remove_expired(self._find_expired())
+        for run in self._list_runs():
             for folder in FOLDERS.values():
                 remove_leftovers(run / folder)
                 for data in (run / folder).glob("[!.]*/"):
-                    if (form := _DATA.fullmatch(data.name)) is None:
+                    form = _DATA.fullmatch(data.name)
+                    if (
+                        form is None
+                    ):  # It may be data of a later version, and is not ours to remove.
                         log.warning("%s is ignored: it is not of this version of the server", data)
                         continue
                     file = data.with_name(f"{form[1]}.json")
@@ -161,6 +171,7 @@ class Storage:
                     # Data of a damaged record are kept.
                     if not file.exists() or (record is not None and record.folder != data.name):
                         shutil.rmtree(data, ignore_errors=True)
+            # A run without checkpoints has nothing that a client could ask for.
             if not any(one.is_file() and one != run / _RUN for one in run.rglob("*")):
                 shutil.rmtree(run, ignore_errors=True)
 
@@ -173,40 +184,50 @@ class Storage:
                 except OSError:
                     log.exception("%s has expired and cannot be removed", file)
 
-    def _expired(self) -> list[Path]:
+    def _find_expired(self) -> list[Path]:
         """Return the records that have expired."""
         self._removed_s = self._wall_time_s()
-        files = [file for run in self._runs() for file in _records(run)]
-        return [
-            file
-            for file in files
-            if (one := _read(file, CheckpointRecord)) and self._has_expired(one)
-        ]
+        expired = []
+        for run in self._list_runs():
+            for file in _list_records(run):
+                record = _read(file, CheckpointRecord)
+                if record is not None and self._has_expired(record):
+                    expired.append(file)
+        return expired
 
     # Reading
 
-    def runs(self, owner: str) -> list[RunRecord]:
-        records = [self._run_record(run) for run in self._runs()]
+    def list_runs(self, owner: str) -> list[RunRecord]:
+        """Return the records of an owner's runs, in no order."""
+        records = [self._read_run(run) for run in self._list_runs()]
         return [record for record in records if record is not None and record.owner_hash == owner]
 
-    def run(self, model_id: str, owner: str) -> RunRecord | None:
-        record = self._run_record(self._run(model_id)) if _MODEL_ID.fullmatch(model_id) else None
+    def find_run(self, model_id: str, owner: str) -> RunRecord | None:
+        """Return the record of an owner's run, or None; another owner's is not found."""
+        record = (
+            self._read_run(self._get_folder(model_id)) if _MODEL_ID.fullmatch(model_id) else None
+        )
         return record if record is not None and record.owner_hash == owner else None
 
-    def checkpoints(self, *model_ids: str) -> list[Stored]:
+    def list_checkpoints(self, *model_ids: str) -> list[Stored]:
         """Return the checkpoints of some runs, of both kinds, newest first."""
-        paths = [
-            CheckpointPath.from_tinker_path(f"tinker://{model_id}/{file.parent.name}/{file.stem}")
-            for model_id in model_ids
-            for file in _records(self._run(model_id))
-        ]
-        found = [stored for path in paths if (stored := self._stored(path)) is not None]
+        checkpoints = []
+        for model_id in model_ids:
+            for file in _list_records(self._get_folder(model_id)):
+                path = f"tinker://{model_id}/{file.parent.name}/{file.stem}"
+                stored = self._read_stored(CheckpointPath.from_tinker_path(path))
+                if stored is not None:
+                    checkpoints.append(stored)
+        # The path decides between checkpoints of one clock tick, so that pages of a list agree.
         return sorted(
-            found, key=lambda one: (one.record.created_s, one.path.tinker_path), reverse=True
+            checkpoints, key=lambda one: (one.record.created_s, one.path.tinker_path), reverse=True
         )
 
     def find(self, path: CheckpointPath, owner: str) -> Stored:
-        stored = self._stored(path) if self.run(path.training_run_id, owner) is not None else None
+        """Return an owner's checkpoint; raise NotFoundError if there is none."""
+        # The run says who owns its checkpoints.
+        run = self.find_run(path.training_run_id, owner)
+        stored = None if run is None else self._read_stored(path)
         if stored is None:
             raise NotFoundError(f"there is no checkpoint {path.tinker_path}")
         return stored
@@ -221,9 +242,11 @@ class Storage:
         if parsed.checkpoint_type != kind:
             raise InvalidRequestError(f"path={path}: {_OTHER_KIND[kind]}")
         stored = self.find(parsed, owner)
-        own = stored.record.settings.base_model
-        if base_model not in (None, own):
-            raise InvalidRequestError(f"base_model={base_model!r}: must be {own!r}, as in {path}")
+        saved_model = stored.record.settings.base_model
+        if base_model not in (None, saved_model):
+            raise InvalidRequestError(
+                f"base_model={base_model!r}: must be {saved_model!r}, as in {path}"
+            )
         return stored
 
     # Writing
@@ -245,9 +268,9 @@ class Storage:
             UnsavedError: the disk is full, or refuses the checkpoint for another reason.
         """
         if self._wall_time_s() >= self._removed_s + REMOVE_EVERY_S:
-            await self._remove_expired(await asyncio.to_thread(self._expired))
-        file = self._file(path)
-        if not overwrite and self._stored(path) is not None:
+            await self._remove_expired(await asyncio.to_thread(self._find_expired))
+        file = self._get_file(path)
+        if not overwrite and self._read_stored(path) is not None:
             raise InvalidRequestError(
                 f"name={file.stem!r}: {path.tinker_path} exists already; overwrite it, or choose "
                 "another name"
@@ -264,10 +287,11 @@ class Storage:
                 folder=name,
             )
 
-        with _disk_errors(NOT_SAVED):
+        with _translate_disk_errors(NOT_SAVED):
             file.parent.mkdir(parents=True, exist_ok=True)
-            if not (self._run(run.model_id) / _RUN).exists():
-                _write(self._run(run.model_id) / _RUN, run)
+            # The first checkpoint makes the run one that is listed after a restart.
+            if not (self._get_folder(run.model_id) / _RUN).exists():
+                _write(self._get_folder(run.model_id) / _RUN, run)
             await self._replace(file, write, describe)
 
     async def _replace(
@@ -279,53 +303,58 @@ class Storage:
         """Publish what `write` writes, let the record name it, and remove what the record named
         before.
         """
+        # Each save has a folder of its own: the old data stay readable until the record names the
+        # new ones.
         data = file.with_name(f"{file.stem}@{uuid.uuid4().hex}")
         with temporary_folder(data) as temporary:
             await write(temporary)
             record = describe(temporary, data.name)
             # Flushing the data to the disk takes long.
-            await _in_thread(publish, temporary, data)
+            await _run_in_thread(publish, temporary, data)
         older = _read(file, CheckpointRecord)
         try:
             _write(file, record)
         except OSError:
-            await _in_thread(shutil.rmtree, data, True)
+            # Without a record nobody would find the data before the next start removes them.
+            await _run_in_thread(shutil.rmtree, data, True)
             raise
         if older is not None:
-            await _in_thread(shutil.rmtree, file.with_name(older.folder), True)
+            await _run_in_thread(shutil.rmtree, file.with_name(older.folder), True)
 
     async def delete(self, path: CheckpointPath, owner: str) -> None:
+        """Delete an owner's checkpoint; raise NotFoundError or UnsavedError."""
         record = self.find(path, owner).record
-        with _disk_errors("the checkpoint was not deleted"):
-            await _remove(self._file(path), record)
+        with _translate_disk_errors("the checkpoint was not deleted"):
+            await _remove(self._get_file(path), record)
 
     def set_expiry(self, path: CheckpointPath, owner: str, ttl_seconds: int | None) -> None:
+        """Let a checkpoint expire after some seconds from now, or never (None)."""
         expires_s = None if ttl_seconds is None else self._wall_time_s() + ttl_seconds
         record = self.find(path, owner).record.model_copy(update={"expires_s": expires_s})
-        with _disk_errors("the checkpoint's expiry was not changed"):
-            _write(self._file(path), record)
+        with _translate_disk_errors("the checkpoint's expiry was not changed"):
+            _write(self._get_file(path), record)
 
     # Files
 
-    def _run(self, model_id: str) -> Path:
+    def _get_folder(self, model_id: str) -> Path:
         assert _MODEL_ID.fullmatch(model_id)
         return self._root / model_id.replace(":", ".")
 
-    def _run_record(self, run: Path) -> RunRecord | None:
+    def _read_run(self, run: Path) -> RunRecord | None:
         """Return the record of a run's folder, unless it is that of another run."""
         record = _read(run / _RUN, RunRecord)
-        return record if record is not None and self._run(record.model_id) == run else None
+        return record if record is not None and self._get_folder(record.model_id) == run else None
 
-    def _runs(self) -> list[Path]:
+    def _list_runs(self) -> list[Path]:
         return [
             run for run in self._root.iterdir() if _MODEL_ID.fullmatch(run.name.replace(".", ":"))
         ]
 
-    def _file(self, path: CheckpointPath) -> Path:
-        return self._run(path.training_run_id) / f"{path.checkpoint_id}.json"
+    def _get_file(self, path: CheckpointPath) -> Path:
+        return self._get_folder(path.training_run_id) / f"{path.checkpoint_id}.json"
 
-    def _stored(self, path: CheckpointPath) -> Stored | None:
-        file = self._file(path)
+    def _read_stored(self, path: CheckpointPath) -> Stored | None:
+        file = self._get_file(path)
         record = _read(file, CheckpointRecord)
         if record is None or self._has_expired(record):
             return None
@@ -335,12 +364,15 @@ class Storage:
         return record.expires_s is not None and record.expires_s <= self._wall_time_s()
 
 
-def _records(run: Path) -> list[Path]:
-    return [file for folder in FOLDERS.values() for file in (run / folder).glob("*.json")]
+def _list_records(run: Path) -> list[Path]:
+    files: list[Path] = []
+    for folder in FOLDERS.values():
+        files += (run / folder).glob("*.json")
+    return files
 
 
 @contextmanager
-def _disk_errors(what: str) -> Iterator[None]:
+def _translate_disk_errors(what: str) -> Iterator[None]:
     """Tell the client `what` did not happen, with the system's reason."""
     try:
         yield
@@ -349,11 +381,12 @@ def _disk_errors(what: str) -> Iterator[None]:
 
 
 async def _remove(file: Path, record: CheckpointRecord) -> None:
+    # First the record: after a kill between the two, the next start removes data without one.
     file.unlink()
-    await _in_thread(shutil.rmtree, file.with_name(record.folder), True)
+    await _run_in_thread(shutil.rmtree, file.with_name(record.folder), True)
 
 
-async def _in_thread(function: Callable[..., object], *args: object) -> None:
+async def _run_in_thread(function: Callable[..., object], *args: object) -> None:
     """Run a function in a thread. When cancelled, wait for it nevertheless: its files must not be
     removed meanwhile.
     """
@@ -370,6 +403,7 @@ def _write(path: Path, record: _Record) -> None:
     with atomic_write(path) as temporary, temporary.open("w") as file:
         file.write(record.model_dump_json(indent=2))
         file.flush()
+        # Before the rename, or a crash of the machine may leave an empty record.
         os.fsync(file.fileno())
 
 

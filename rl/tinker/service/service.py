@@ -26,20 +26,25 @@ from starlette.responses import JSONResponse, Response
 from tinker import types as wire
 from tinker.types.try_again_response import TryAgainResponse
 
+from rl.tinker.auth import limit_connections
 from rl.tinker.backend import TinkerBackend
-from rl.tinker.connections import most_connections
-from rl.tinker.futures import Futures, Result
-from rl.tinker.parts import Parts
-from rl.tinker.sampling import SamplingSessions
-from rl.tinker.sessions import Sessions
-from rl.tinker.storage import RunRecord, Storage, Stored, parse_path
-from rl.tinker.training import TrainingCalls
+from rl.tinker.service.futures import Futures, Result
+from rl.tinker.service.parts import Parts
+from rl.tinker.service.sampling import SamplingSessions
+from rl.tinker.service.sessions import Sessions
+from rl.tinker.service.storage import RunRecord, Storage, Stored, parse_path
+from rl.tinker.service.training import TrainingCalls
 from rl.tinker.turns import FairLock
-from rl.tinker.types import HttpLimits, Id, Limit, Limits, NotFoundError, Offset, Owner, check_ttl
+from rl.tinker.types import Id, Limit, Limits, NotFoundError, Offset, Owner, check_ttl
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+CHUNK_BYTES = 5_000_000
+"""Bytes per request that the client cuts larger batches into."""
+CLOSE_TIMEOUT_S = 10.0
+"""Wait for work in progress when the service closes. The backend has twice as long afterwards: a
+generator that is busy takes more than ten seconds to end."""
 Kind = Annotated[str, PathSegment(min_length=1, max_length=64)]
 """Path segment `weights` or `sampler_weights`."""
 
@@ -53,7 +58,6 @@ class Service:
         backend: TinkerBackend,
         storage_folder: str | Path,
         limits: Limits | None = None,
-        http: HttpLimits | None = None,
         wall_time_s: Callable[[], float] = time.time,
     ) -> None:
         limits = limits or Limits()
@@ -63,10 +67,9 @@ class Service:
             sessions=Sessions(limits=limits),
             futures=Futures(limits),
             limits=limits,
-            http=http or HttpLimits(),
             wall_time_s=wall_time_s,
         )
-        self.http = parts.http
+        self.limits = limits
         self.sessions = parts.sessions
         self.sampling = SamplingSessions(parts)
         self.training = TrainingCalls(parts, sampling=self.sampling)
@@ -90,43 +93,45 @@ class Service:
         self._parts.futures.close()
 
     async def close(self) -> None:
-        """End all sessions, then the backend, within three times `limits.close_timeout_s`.
+        """End all sessions, then the backend, within four times `CLOSE_TIMEOUT_S`.
         Idempotent.
         """
-        timeout_s = self._parts.limits.close_timeout_s
+        # Polls first, then what they wait for; the backend last, because models and samplers end
+        # by calls to it.
         self.stop_waiting()
         self.sessions.close()
-        await self._parts.background.close(timeout_s)
+        await self._parts.background.close(CLOSE_TIMEOUT_S)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(2 * CLOSE_TIMEOUT_S):
                 await self._parts.backend.close()
         except TimeoutError:
-            log.error("the backend did not close within %g s", timeout_s)
+            log.error("the backend did not close within %g s", 2 * CLOSE_TIMEOUT_S)
 
     # Calls about the server
 
-    async def client_config(self, body: wire.ClientConfigRequest) -> wire.ClientConfigResponse:
+    async def get_client_config(self, body: wire.ClientConfigRequest) -> wire.ClientConfigResponse:
+        """Tell the client how many samples to wait for, and how to cut batches."""
         default = wire.ClientConfigResponse().sample_max_concurrent_requests
         return wire.ClientConfigResponse(
             # A client waits for each sample on a connection, and a key has half of them; some are
             # for other calls.
-            sample_max_concurrent_requests=min(
-                default, max(1, most_connections(self.http) // 2 - 16)
-            ),
-            fwdbwd_max_chunk_len=self.http.chunk_data,
-            fwdbwd_max_chunk_bytes_count=self.http.chunk_bytes,
+            sample_max_concurrent_requests=min(default, max(1, limit_connections() // 2 - 16)),
+            fwdbwd_max_chunk_len=self.limits.chunk_data,
+            fwdbwd_max_chunk_bytes_count=CHUNK_BYTES,
         )
 
-    async def dynamic_config(
+    async def get_dynamic_config(
         self, body: wire.ClientConfigRequest
     ) -> wire.ClientDynamicConfigResponse:
+        """Tell the client that samples can be cancelled."""
         return wire.ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
-    async def telemetry(self, body: dict[str, Any]) -> dict[str, str]:
+    async def discard_telemetry(self, body: dict[str, Any]) -> dict[str, str]:
         """Discard the client's telemetry."""
         return {"status": "accepted"}
 
-    async def capabilities(self) -> wire.GetServerCapabilitiesResponse:
+    async def get_capabilities(self) -> wire.GetServerCapabilitiesResponse:
+        """Return the base model that the server offers."""
         base = self._parts.backend.base_model
         model = wire.SupportedModel(
             model_name=base.name,
@@ -145,13 +150,14 @@ class Service:
             NotFoundError: the id was never given to this owner.
             GoneError: the result is no longer kept, or belongs to an earlier process of the server.
         """
-        self.sessions.touch(request_id, owner)
+        self.sessions.keep_alive(request_id, owner)
         return await self._parts.futures.retrieve(request_id, wait_s=wait_s)
 
     async def retrieve_future(self, body: wire.FutureRetrieveRequest, *, owner: Owner) -> Response:
         """Wait for a result: protobuf for the results of forward_backward and sample, else JSON."""
-        result = await self.retrieve(body.request_id, owner=owner, wait_s=self.http.poll_s)
+        result = await self.retrieve(body.request_id, owner=owner, wait_s=self.limits.poll_s)
         if result is None:
+            # 408 with this body is the API's word for "not yet": the client asks again at once.
             again = TryAgainResponse(request_id=body.request_id, queue_state="active")
             return JSONResponse(
                 again.model_dump() | {"queue_state_reason": "waiting for its turn"}, 408
@@ -162,7 +168,7 @@ class Service:
         self, request_id: Annotated[str, Body(embed=True)], *, owner: Owner
     ) -> None:
         """Cancel a sample, whose result becomes a failure unless it has ended."""
-        self.sessions.touch(request_id, owner)
+        self.sessions.keep_alive(request_id, owner)
         self._parts.futures.cancel(request_id)
 
 
@@ -184,52 +190,64 @@ class Runs:
         self._storage = parts.storage
         self._sessions = parts.sessions
 
-    async def training_runs(
+    async def list_training_runs(
         self, *, owner: Owner, limit: Limit = 20, offset: Offset = 0
     ) -> wire.TrainingRunsResponse:
         """Return the runs in memory or with checkpoints."""
-        in_memory = {i: model.record for i, model in self._sessions.models(owner).items()}
+        in_memory = {i: model.record for i, model in self._sessions.list_streams(owner).items()}
 
         def read() -> wire.TrainingRunsResponse:
-            records = {record.model_id: record for record in self._storage.runs(owner)} | in_memory
+            records = {record.model_id: record for record in self._storage.list_runs(owner)}
+            records |= in_memory
             newest = sorted(records.values(), key=lambda record: record.created_s, reverse=True)
-            some, cursor = _page(newest, offset=offset, limit=limit)
-            runs = [self._describe(record) for record in some]
+            page, cursor = _take_page(newest, offset=offset, limit=limit)
+            runs = [self._describe(record) for record in page]
             return wire.TrainingRunsResponse(training_runs=runs, cursor=cursor)
 
-        return await self._in_turn(owner, read)
+        return await self._run_in_turn(owner, read)
 
-    async def training_run(self, run_id: Id, *, owner: Owner) -> wire.TrainingRun:
-        return await self._in_turn(owner, partial(self._describe, self._record(run_id, owner)))
+    async def get_training_run(self, run_id: Id, *, owner: Owner) -> wire.TrainingRun:
+        """Return a run in memory or with checkpoints."""
+        return await self._run_in_turn(owner, partial(self._describe, self._record(run_id, owner)))
 
-    async def checkpoints_of_run(self, run_id: Id, *, owner: Owner) -> wire.CheckpointsListResponse:
-        read = partial(self._storage.checkpoints, self._record(run_id, owner).model_id)
-        found = await self._in_turn(owner, read)
-        return wire.CheckpointsListResponse(checkpoints=[_checkpoint(stored) for stored in found])
+    async def list_checkpoints_of_run(
+        self, run_id: Id, *, owner: Owner
+    ) -> wire.CheckpointsListResponse:
+        read = partial(self._storage.list_checkpoints, self._record(run_id, owner).model_id)
+        checkpoints = await self._run_in_turn(owner, read)
+        return wire.CheckpointsListResponse(
+            checkpoints=[_describe_checkpoint(stored) for stored in checkpoints]
+        )
 
-    async def checkpoints(
+    async def list_checkpoints(
         self, *, owner: Owner, limit: Limit = 100, offset: Offset = 0
     ) -> wire.CheckpointsListResponse:
-        def read() -> list[Stored]:
-            return self._storage.checkpoints(*(run.model_id for run in self._storage.runs(owner)))
+        """Return a page of an owner's checkpoints of all runs."""
 
-        newest = await self._in_turn(owner, read)
-        some, cursor = _page(newest, offset=offset, limit=limit)
+        def read() -> list[Stored]:
+            return self._storage.list_checkpoints(
+                *(run.model_id for run in self._storage.list_runs(owner))
+            )
+
+        newest = await self._run_in_turn(owner, read)
+        page, cursor = _take_page(newest, offset=offset, limit=limit)
         return wire.CheckpointsListResponse(
-            checkpoints=[_checkpoint(one) for one in some], cursor=cursor
+            checkpoints=[_describe_checkpoint(one) for one in page], cursor=cursor
         )
 
     async def delete_checkpoint(self, run_id: Id, kind: Kind, name: Id, *, owner: Owner) -> None:
+        """Delete a checkpoint, also one that sessions have open."""
         path = parse_path(f"tinker://{run_id}/{kind}/{name}")
         self._sampling.close_checkpoint(self._storage.find(path, owner))
         await self._storage.delete(path, owner)
 
     async def set_ttl(self, run_id: Id, kind: Kind, name: Id, body: Ttl, *, owner: Owner) -> None:
+        """Let a checkpoint expire later, sooner or never."""
         check_ttl(body.ttl_seconds)
         path = parse_path(f"tinker://{run_id}/{kind}/{name}")
         self._storage.set_expiry(path, owner, body.ttl_seconds)
 
-    async def weights_info(
+    async def get_weights_info(
         self, tinker_path: Annotated[str, Body(embed=True)], *, owner: Owner
     ) -> wire.WeightsInfoResponse:
         """Return the settings that a model must have to load these weights."""
@@ -243,24 +261,27 @@ class Runs:
             **lora,
         )
 
-    async def _in_turn(self, owner: str, read: Callable[[], T]) -> T:
-        async with self._order.held_by(owner):
+    async def _run_in_turn(self, owner: str, read: Callable[[], T]) -> T:
+        async with self._order.lock_for(owner):
             return await asyncio.to_thread(read)
 
     def _record(self, model_id: str, owner: str) -> RunRecord:
-        if (model := self._sessions.models(owner).get(model_id)) is not None:
+        # Only the first checkpoint writes a run's record, so memory comes first.
+        model = self._sessions.list_streams(owner).get(model_id)
+        if model is not None:
             return model.record
-        record = self._storage.run(model_id, owner)
+        record = self._storage.find_run(model_id, owner)
         if record is None:
             raise NotFoundError(f"there is no training run {model_id!r:.100}")
         return record
 
     def _describe(self, record: RunRecord) -> wire.TrainingRun:
-        found = self._storage.checkpoints(record.model_id)
-        checkpoints = [_checkpoint(stored) for stored in found]
+        stored_checkpoints = self._storage.list_checkpoints(record.model_id)
+        checkpoints = [_describe_checkpoint(stored) for stored in stored_checkpoints]
+        # The list is newest first, and the last entry of a kind counts.
         newest = {one.checkpoint_type: one for one in reversed(checkpoints)}
         lora = record.settings.lora
-        times_s = [record.created_s, *(stored.record.created_s for stored in found)]
+        times_s = [record.created_s, *(stored.record.created_s for stored in stored_checkpoints)]
         return wire.TrainingRun(
             training_run_id=record.model_id,
             base_model=record.settings.base_model,
@@ -274,7 +295,7 @@ class Runs:
         )
 
 
-def _checkpoint(stored: Stored) -> wire.Checkpoint:
+def _describe_checkpoint(stored: Stored) -> wire.Checkpoint:
     record, path = stored.record, stored.path
     return wire.Checkpoint(
         checkpoint_id=path.checkpoint_id,
@@ -287,7 +308,7 @@ def _checkpoint(stored: Stored) -> wire.Checkpoint:
     )
 
 
-def _page(items: Sequence[T], *, offset: int, limit: int) -> tuple[Sequence[T], wire.Cursor]:
+def _take_page(items: Sequence[T], *, offset: int, limit: int) -> tuple[Sequence[T], wire.Cursor]:
     cursor = wire.Cursor(offset=offset, limit=limit, total_count=len(items))
     return items[offset : offset + limit], cursor
 
