@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 
 class Served:
+    """A started engine, and calls of it from tests that are not async."""
+
     def __init__(self, runner: asyncio.Runner, engine: GeneratorEngine) -> None:
         self._runner = runner
         self.engine = engine
@@ -77,7 +79,7 @@ def begin_steps_ahead(patch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def served_engine(
+def serve_engine(
     folder: Path, spec: ModelSpec, *, ahead: bool = False, **settings: Any
 ) -> Iterator[Served]:
     """Yield an engine with little room, so that prompts are read in parts and requests wait for
