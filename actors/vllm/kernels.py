@@ -25,13 +25,14 @@ from rl.distributed.sharding import local_tensor
 from rl.models.decoder import Attention, Decoder, FeedForward, RMSNorm, TransformerBlock
 from rl.models.parallelize import ShardedLinear, VocabShardedEmbedding
 
-ops = import_custom_ops()
+# Looked up once: a step calls them in every layer.
+ops, compiled_ops = import_custom_ops(), get_compiled_ops()
 
 NORM_MULTIPLE = 16
 """Divisor of the widths that vLLM's norm can do."""
 FUSED_HEAD_DIMS = (64, 128, 256)
 """Head sizes of the kernel that normalizes and rotates 16-bit numbers."""
-HAS_FUSED_HEADS = hasattr(get_compiled_ops(), "fused_qk_norm_rope")
+HAS_FUSED_HEADS = hasattr(compiled_ops, "fused_qk_norm_rope")
 """True in vLLM's builds for GPUs."""
 
 
@@ -169,11 +170,11 @@ def _let_norms_add(model: nn.Module) -> None:
 
 
 def swiglu(gate_up_TK2W: Tensor) -> Tensor:
-    return _apply_gate(get_compiled_ops().silu_and_mul, gate_up_TK2W)
+    return _apply_gate(compiled_ops.silu_and_mul, gate_up_TK2W)
 
 
 def geglu(gate_up_TK2W: Tensor) -> Tensor:
-    return _apply_gate(get_compiled_ops().gelu_tanh_and_mul, gate_up_TK2W)
+    return _apply_gate(compiled_ops.gelu_tanh_and_mul, gate_up_TK2W)
 
 
 def _apply_gate(kernel: Callable[[Tensor, Tensor], None], gate_up_TK2W: Tensor) -> Tensor:

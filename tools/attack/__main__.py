@@ -152,6 +152,7 @@ async def start_server(
     command = [sys.executable, "-m", "rl.tinker.server", "--config", config, "--port", "0"]
     command += ["--storage_folder", str(folder / "storage"), "--keys_file", str(file), *OPTIONS]
 
+    # More would hide what connections without an end of their headers do to a usual server.
     def limit_files() -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_OPEN_FILES, hard))
@@ -169,6 +170,7 @@ async def start_server(
             raise RuntimeError(f"the server did not start: {folder}/server.log")
         yield process, line.split()[-1]
     finally:
+        # Also after the signal to end: a server that hangs must not outlive the attack.
         process.kill()
         process.wait()
         process.stdout.close()
@@ -264,6 +266,7 @@ def memory_mb(pid: int, name: str = "VmRSS") -> float:
 
 async def load(client: Client, attackers: Sequence[Attacker], *, requests: int) -> None:
     """Send the attackers' calls, some dozens at a time."""
+    # A single iterator: the workers together send as many calls as were asked for.
     remaining = iter(range(requests))
 
     async def work(attacker: Attacker) -> None:
@@ -293,11 +296,13 @@ async def attack(
         client = Client(http, tallies)
         *bad, good = [await set_up(client, key) for key in keys]
 
+        # Alone, before the attack: the good key may have to wait for such a sample.
         began = time.monotonic()
         long_sample = sample(bad[0].sampler_id, 1, **LONG)
         await client.call_and_wait("asample", long_sample, key=keys[0], kind="set-up")
         long_sample_s, before_mb = time.monotonic() - began, memory_mb(pid)
 
+        # Not strict here and below: the last of the keys is the good key.
         attackers: list[Attacker] = []
         for number, (key, own) in enumerate(zip(keys, bad, strict=False)):
             attackers.append(Attacker(key=key, own=own, foreign=good, seed=seed + number))
