@@ -72,14 +72,11 @@ class GeneratorEngine(Configurable):
     Only `_build`, `_take_turn` and `_end_pause` run in the engine's thread.
 
     Example:
-        engine = GeneratorEngine.Config(max_num_seqs=64).build(
-            model_spec=spec, hf_assets_path="Qwen3-0.6B"
-        )
+        engine = config.build(model_spec=spec, hf_assets_path="Qwen3-0.6B")
         await engine.start()
         await engine.update_weights(write, version=1)
-        [[completion]] = await engine.generate(
-            [np.array([9707, 11])], sampling=SamplingParams(max_tokens=16, seed=1)
-        )
+        sampling = SamplingParams(max_tokens=16, seed=1)
+        [[completion]] = await engine.generate([np.array([9707, 11])], sampling=sampling)
     """
 
     Config: TypeAlias = GeneratorConfig
@@ -240,9 +237,8 @@ class GeneratorEngine(Configurable):
     async def sleep(self) -> None:
         """Give back the memory of weights and key-value cache until `wake`, for a shared device.
 
-        Call it on every rank. Running requests finish first (see `abort`), waiting ones fail. After
-        `wake`, a version must be written before anything is generated. Raises ValueError if
-        `can_sleep` is False.
+        Call it on every rank. Running requests finish first (see `abort`), waiting requests fail.
+        After `wake`, a version must be written first. Raises ValueError if `can_sleep` is False.
         """
         if not self.config.can_sleep:
             raise ValueError("generator.can_sleep=False: must be True for a generator that sleeps")
@@ -304,9 +300,8 @@ class GeneratorEngine(Configurable):
             return None
         async with self._opening:  # calls that begin together would open one each
             if self._tokenizer is None:
-                self._tokenizer, _ = await asyncio.to_thread(
-                    open_tokenizer, Path(self._hf_assets_path)
-                )
+                folder = Path(self._hf_assets_path)
+                self._tokenizer, _ = await asyncio.to_thread(open_tokenizer, folder)
         return partial(spells_any, texts, tokenizer=self._tokenizer)
 
     @asynccontextmanager
@@ -401,8 +396,7 @@ class GeneratorEngine(Configurable):
         if turn.step:
             drawn = self._core.step()
         elif turn.pause is not None:
-            # The tokens of a step that vLLM has begun ahead belong to the weights from before the
-            # pause.
+            # Tokens of a step that vLLM has begun ahead belong to the weights before the pause.
             drawn = self._core.finish_step_ahead()
 
         if drawn is not None:
