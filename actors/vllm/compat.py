@@ -48,7 +48,7 @@ def adapt_vllm() -> None:
 
 
 def _has_own_attribute(value: object, name: str) -> bool:
-    """Return whether the object itself has the attribute, without asking its `__getattr__`."""
+    """Return whether the object itself has the attribute, without a call of its `__getattr__`."""
     try:
         object.__getattribute__(value, name)
     except AttributeError:
@@ -68,10 +68,12 @@ def make_client(vllm_config: VllmConfig, *, world: World) -> InprocClient:
     if world.size == 1 and current_platform.is_cpu() and not dist.is_initialized():
         # vLLM would rendezvous over a file in /tmp, which a killed process leaves behind.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
     set_num_threads = torch.set_num_threads
     try:
-        with _ranks_store(world):
-            return InprocClient(vllm_config, _executor_class(vllm_config, world), log_stats=False)
+        with _serve_ranks_store(world):
+            executor_class = _choose_executor_class(vllm_config, world)
+            return InprocClient(vllm_config, executor_class, log_stats=False)
     except BaseException:
         cleanup_dist_env_and_memory()
         raise
@@ -82,16 +84,19 @@ def make_client(vllm_config: VllmConfig, *, world: World) -> InprocClient:
 
 
 @contextlib.contextmanager
-def _ranks_store(world: World) -> Iterator[None]:
+def _serve_ranks_store(world: World) -> Iterator[None]:
     """Serve the ranks' store as relay does, for vLLM, which would serve it to every network."""
     global _store
     before = os.environ.get(AGENT_STORE)
+
     if world.size > 1:
-        # Closes that of an earlier engine first, which may have had the same port.
+        # Close the store of an earlier engine first: it may have had the same port.
         _store = None
         if world.rank == 0:
             _store = open_store(world, timeout=STORE_TIMEOUT, wait=False)
+        # PyTorch then connects to the store that is there, and rank 0 opens no second one.
         os.environ[AGENT_STORE] = "True"
+
     try:
         yield
     finally:
@@ -101,7 +106,7 @@ def _ranks_store(world: World) -> Iterator[None]:
             del os.environ[AGENT_STORE]
 
 
-def _executor_class(vllm_config: VllmConfig, world: World) -> type[Executor]:
+def _choose_executor_class(vllm_config: VllmConfig, world: World) -> type[Executor]:
     from vllm.v1.executor import Executor
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -136,40 +141,60 @@ def model_runner(client: InprocClient) -> Any:
     return worker.model_runner
 
 
-def num_steps_ahead(client: InprocClient) -> int:
+def count_steps_ahead(client: InprocClient) -> int:
     """Return the number of steps that compute tokens and whose result vLLM has not taken yet."""
-    queue = client.engine_core.batch_queue or ()
-    return sum(scheduled.total_num_scheduled_tokens > 0 for _, scheduled, _ in queue)
+    num_steps = 0
+    # The queue is None in an engine that takes each result before it begins the next step.
+    for _, scheduled, _ in client.engine_core.batch_queue or ():
+        num_steps += scheduled.total_num_scheduled_tokens > 0
+    return num_steps
+
+
+def import_custom_ops() -> Any:
+    """Import vLLM's Python functions around its compiled kernels.
+
+    vLLM's public layers choose their kernel by platform and config; relay's model names it.
+    """
+    from vllm import _custom_ops
+
+    return _custom_ops
+
+
+def get_compiled_ops() -> Any:
+    """Return the kernels that vLLM registers with PyTorch; gated activations have no function."""
+    import_custom_ops()  # Loads the library that registers them.
+    return torch.ops._C
 
 
 MOST_TILED_ROWS = 512
 """Rows up to which vLLM's own kernel is taken; with more of them oneDNN's is faster."""
 
 
-def packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return `F.linear` with a copy of a weight on the CPU, in the order in which a kernel of vLLM
-    reads it.
+def build_packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return `F.linear` with a copy of a weight in the order in which a CPU kernel reads it.
 
     vLLM itself takes oneDNN's kernel for all but the smallest weights. On two cores with AMX its
     own, of SGLang's origin, took 24 ms for the products of a 135M model with 128 rows in bfloat16,
     oneDNN's 29, PyTorch's 35.
     """
-    from vllm import _custom_ops as ops
-
+    ops = import_custom_ops()
     num_rows, num_columns = weight.shape
     fits_tiles = num_rows % 16 == 0 and num_columns % 32 == 0
+
+    # vLLM's own kernel multiplies tiles of AMX, which hold 16 rows of 32 bfloat16 numbers.
     if weight.dtype != torch.bfloat16 or not fits_tiles or not torch.cpu._is_amx_tile_supported():
         handler = ops.create_onednn_mm(weight.t(), 32)
         return lambda x: ops.onednn_mm(handler, x, bias)
-    packed = torch.ops._C.convert_weight_packed(weight)
+
+    packed = get_compiled_ops().convert_weight_packed(weight)
     wide_bias = None if bias is None else bias.float()
 
-    def product(x: Tensor) -> Tensor:
+    def multiply(x: Tensor) -> Tensor:
         if x.size(0) > MOST_TILED_ROWS:
             return F.linear(x, weight, bias)
         return ops.weight_packed_linear_cpu(x, packed, num_rows, wide_bias)
 
-    return product
+    return multiply
 
 
 def use_vllms_kernels() -> None:

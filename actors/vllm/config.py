@@ -99,6 +99,8 @@ class GeneratorConfig(Configurable.Config):
                 f"generator.max_model_len={self.max_model_len} is more than the model's "
                 f"max_positions={model.rope.max_positions}"
             )
+
+        # The cache of a GPU is what its memory leaves, which only the started engine can tell.
         if torch.cuda.is_available() if on_gpu is None else on_gpu:
             if model.has_experts and self.dtype != "bfloat16" and not self.enforce_eager:
                 raise ValueError(
@@ -107,16 +109,16 @@ class GeneratorConfig(Configurable.Config):
                     "but bfloat16"
                 )
             return
-        if self.max_model_len > (num_tokens := self.cpu_cache_tokens(model)):
+
+        num_tokens = self.cpu_cache_tokens(model)
+        if self.max_model_len > num_tokens:
             raise ValueError(
                 f"generator.cpu_kv_cache_gib={self.cpu_kv_cache_gib:g} holds the keys and values "
                 f"of {num_tokens} tokens, fewer than generator.max_model_len={self.max_model_len}"
             )
 
     def cpu_cache_tokens(self, model: Any) -> int:
-        """Return the tokens whose keys and values fit into one rank's cache on a CPU, in whole
-        blocks.
-        """
+        """Return the tokens that fit into one rank's cache on a CPU, in whole blocks."""
         attention = model.block.attention
         num_rows = 2 * model.num_layers * attention.num_kv_heads // self.tensor_parallel_degree
         itemsize: int = getattr(torch, self.dtype).itemsize

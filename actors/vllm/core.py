@@ -21,9 +21,9 @@ from vllm.v1.engine import EngineCoreRequest
 
 from actors.vllm.compat import (
     adapt_vllm,
+    count_steps_ahead,
     make_client,
     model_runner,
-    num_steps_ahead,
     set_rank_timeout,
 )
 from actors.vllm.config import CPU_BLOCK, GeneratorConfig
@@ -44,9 +44,7 @@ START_TIMEOUT_S = 300
 
 
 class VLLMCore:
-    """One rank's engine, built in the calling thread, which must be the only thread that uses
-    it.
-    """
+    """One rank's engine; only the thread that builds the engine may use it."""
 
     def __init__(
         self, *, config: GeneratorConfig, model_spec: ModelSpec, hf_assets_path: str, world: World
@@ -63,12 +61,14 @@ class VLLMCore:
                 tensor_parallel_degree=config.tensor_parallel_degree,
                 float32_head=model_spec.float32_head,
             )
-        vllm_config = engine_args(
-            config, architecture=register_policy(model_spec), hf_assets_path=hf_assets_path
-        ).create_engine_config()
-        self._client = make_client(vllm_config, world=world)
+
+        architecture = register_policy(model_spec)
+        arguments = engine_args(config, architecture=architecture, hf_assets_path=hf_assets_path)
+        self._client = make_client(arguments.create_engine_config(), world=world)
         if world.size > 1:
+            # Only now: ranks may load at different speeds, and wait for each other longer.
             set_rank_timeout(config.rank_timeout_s)
+
         runner = model_runner(self._client)
         self._sampler = PolicySampler(runner)
         runner.sampler = self._sampler
@@ -76,17 +76,17 @@ class VLLMCore:
         self.model = self._policy.model
         self._buffer_names: tuple[str, ...] = self._policy.buffer_names
         self.vocab_size: int = self.model.config.vocab_size
+
         self._on_update = config.on_update
         self._scheduler: Any = self._client.engine_core.scheduler
         self._running: dict[int, Request] = {}
         self._num_updates = 0
+
         self._caches: list[Tensor] = list(runner.kv_caches)
         self._cache_is_tainted = False
         """True after a request with NaN logprobs has written keys and values."""
         self._lent = [local_tensor(tensor) for tensor in (*self.model.parameters(), *self._caches)]
-        """Tensors whose memory is given back while the engine sleeps; the tensors and views of them
-        stay.
-        """
+        """Tensors whose memory is given back while the engine sleeps; they and their views stay."""
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._lent]
         self.asleep = False
 
@@ -94,9 +94,10 @@ class VLLMCore:
     def has_requests(self) -> bool:
         return bool(self._running)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and persistent buffers by the trainer's names, DTensors
-        where sharded.
+    def get_weights(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and persistent buffers by the trainer's names.
+
+        Sharded parameters are DTensors.
         """
         parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return parameters | {name: self.model.get_buffer(name) for name in self._buffer_names}
@@ -108,7 +109,10 @@ class VLLMCore:
         self._enqueue(request, first=request.scored is not None)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        for request_id in [i for i in request_ids if i in self._running]:
+        for request_id in request_ids:
+            # A request may have ended by itself since its caller cancelled it.
+            if request_id not in self._running:
+                continue
             # One by one: vLLM orders several ids differently on each rank.
             self._client.abort_requests([str(request_id)])
             self._end(request_id)
@@ -123,7 +127,9 @@ class VLLMCore:
         """
         drawn = Drawn()
         outputs = self._client.get_output().outputs
-        logprobs = self._sampler.drawn_logprobs(num_ahead=num_steps_ahead(self._client))
+        # After the output, whose wait also brings the logprobs of the step from the GPU.
+        logprobs = self._sampler.take_logprobs(num_ahead=count_steps_ahead(self._client))
+
         for output in outputs:
             request_id = int(output.request_id)
             if output.new_prompt_logprobs_tensors is not None:
@@ -131,23 +137,25 @@ class VLLMCore:
                 drawn.prompt_logprobs[request_id] = scored
                 if np.isnan(scored).any():
                     drawn.diverged.add(request_id)
+
             if output.finish_reason is not None:
                 drawn.finished[request_id] = _FINISH_REASONS[str(output.finish_reason)]
                 self._end(request_id)
+
             if output.new_token_ids:
                 logprob = logprobs[output.request_id]
                 drawn.tokens.append((request_id, output.new_token_ids[0], logprob))
                 if math.isnan(logprob):
                     drawn.diverged.add(request_id)
+
         self._cache_is_tainted |= bool(drawn.diverged)
         return drawn
 
-    def settle(self) -> Drawn | None:
-        """Return the tokens of a step that has begun and not ended, None if there is none; begin no
-        other.
-        """
-        if not num_steps_ahead(self._client):
+    def finish_step_ahead(self) -> Drawn | None:
+        """Return the tokens of a step that has begun and not ended, None if there is none."""
+        if not count_steps_ahead(self._client):
             return None
+        # A step begins the next before it waits; paused, the scheduler has nothing to begin.
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
         try:
             return self.step()
@@ -155,8 +163,7 @@ class VLLMCore:
             self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def weights_changed(self) -> None:
-        """Adapt kernels, requests and prefix cache to the weights that were just written, between
-        two steps.
+        """Adapt kernels, requests and prefix cache to new weights, between two steps.
 
         The prefix cache never mixes weights. Under "keep", blocks in use cannot be dropped from the
         cache, so the cache is salted by the number of updates when a request starts; running
@@ -164,26 +171,34 @@ class VLLMCore:
         """
         self._policy.weights_changed()
         self._num_updates += 1
+
         if self._on_update == "recompute":
             self._client.reset_prefix_cache(reset_running_requests=True)
         elif not self._running and not self._client.reset_prefix_cache():
             raise RuntimeError(
                 "the prefix cache was not reset: some of its blocks are still in use"
             )
+
         if self._cache_is_tainted and not self._running:
             # A kernel may multiply the old content of a block by 0, and NaN * 0 is NaN.
             for cache in self._caches:
                 cache.zero_()
             self._cache_is_tainted = False
         # Requests that are still at their prompt start again: none of their tokens is drawn yet.
-        at_prompt = [r.request_id for r in self._scheduler.running if r.num_output_tokens == 0]
+        at_prompt: list[str] = []
+        for running in self._scheduler.running:
+            if running.num_output_tokens == 0:
+                at_prompt.append(running.request_id)
         for request_id in at_prompt:
             self._client.abort_requests([request_id])
+
         # Waiting requests have no computed tokens.
         for waiting in self._scheduler.waiting:
             waiting.cache_salt = self._salt
             waiting.block_hashes = []
             waiting.update_block_hashes()
+
+        # Backwards, as each goes to the front: they keep their order, before all that wait.
         for request_id in reversed(at_prompt):
             self._enqueue(self._running[int(request_id)], first=True)
 
@@ -220,7 +235,7 @@ class VLLMCore:
             waiting = self._scheduler.waiting
             waiting.prepend_request(waiting.pop())
 
-    def rest(self, asleep: bool) -> None:
+    def set_asleep(self, asleep: bool) -> None:
         """Give back the memory of weights and cache, or take it again, while nothing is running."""
         if asleep == self.asleep:
             return
@@ -229,8 +244,9 @@ class VLLMCore:
             engine: Any = self._client.engine_core
             engine.sleep(level=2) if asleep else engine.wake_up()
         else:
+            # The blocks lose their content, so that later prompts must not find them.
             self._client.reset_prefix_cache()
-            self._policy.rest()
+            self._policy.drop_copies()
             for tensor, size in zip(self._lent, self._sizes, strict=True):
                 tensor.untyped_storage().resize_(0 if asleep else size)
                 if not asleep:
@@ -246,6 +262,7 @@ class VLLMCore:
 
 
 def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: str) -> EngineArgs:
+    """Return vLLM's settings for an engine without text, statistics and weights of its own."""
     platform: dict[str, Any] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_sleep_mode": config.can_sleep,
@@ -261,6 +278,8 @@ def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: s
             "enforce_eager": True,
             "async_scheduling": False,
         }
+
+    has_one_rank = config.tensor_parallel_degree == 1
     return EngineArgs(
         model=hf_assets_path,
         config_format="hf",
@@ -279,9 +298,7 @@ def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: s
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         tensor_parallel_size=config.tensor_parallel_degree,
-        distributed_executor_backend="uni"
-        if config.tensor_parallel_degree == 1
-        else "external_launcher",
+        distributed_executor_backend="uni" if has_one_rank else "external_launcher",
         distributed_timeout_seconds=START_TIMEOUT_S,
         cpu_distributed_timeout_seconds=START_TIMEOUT_S,
         disable_log_stats=True,

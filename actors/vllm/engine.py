@@ -44,8 +44,8 @@ from actors.vllm.requests import (
     Request,
     check_call,
     check_sequences,
-    completion_samples,
-    scoring_samples,
+    make_completion_samples,
+    make_scoring_samples,
 )
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
@@ -69,7 +69,14 @@ CLOSE_TIMEOUT_S = 10.0
 class GeneratorEngine(Configurable):
     """One rank's vLLM engine, with concurrent calls and weight updates.
 
-    Only `_build`, `_take` and `_settle` run in the engine's thread.
+    Only `_build`, `_take_turn` and `_end_pause` run in the engine's thread.
+
+    Example:
+        engine = config.build(model_spec=spec, hf_assets_path="Qwen3-0.6B")
+        await engine.start()
+        await engine.update_weights(write, version=1)
+        sampling = SamplingParams(max_tokens=16, seed=1)
+        [[completion]] = await engine.generate([np.array([9707, 11])], sampling=sampling)
     """
 
     Config: TypeAlias = GeneratorConfig
@@ -133,10 +140,8 @@ class GeneratorEngine(Configurable):
         self._task = asyncio.create_task(self._run(self._thread), name="generator engine")
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's weights (`VLLMCore.weights`); write to them only inside
-        `update_weights`.
-        """
-        return self._core.weights()
+        """Return this rank's weights; write to them only inside `update_weights`."""
+        return self._core.get_weights()
 
     async def generate(
         self,
@@ -166,9 +171,11 @@ class GeneratorEngine(Configurable):
         check_call(prompts, sampling, begun, **limits)
         if self.world.rank != 0 or not prompts:
             return []
-        end = await self._end_of(sampling.stop_texts)
+
+        end = await self._build_stop_check(sampling.stop_texts)
+        # After the wait for the tokenizer: the weights may have become invalid meanwhile.
         self._check_weights()
-        samples = completion_samples(
+        samples = make_completion_samples(
             prompts,
             sampling,
             seed=self._rng.getrandbits(62) if sampling.seed is None else sampling.seed,
@@ -177,24 +184,23 @@ class GeneratorEngine(Configurable):
             begun=begun,
             end=end,
         )
-        made = await self._queue.answers(samples)
-        return [
-            made[i : i + sampling.num_samples] for i in range(0, len(made), sampling.num_samples)
-        ]
+        completions = await self._queue.submit(samples)
+
+        num_samples = sampling.num_samples
+        starts = range(0, len(completions), num_samples)
+        return [completions[start : start + num_samples] for start in starts]
 
     async def abort(self, call_ids: Sequence[str] | None = None) -> int:
-        """End the completions of these `generate` calls (None: every call) as they are; return
-        their number on rank 0.
+        """End the completions of these `generate` calls (None: every call) as they are.
 
-        The calls return, with finish reason "abort" for unfinished completions. Unknown calls are
-        ignored.
+        Return the number of ended completions on rank 0. The calls return, with finish reason
+        "abort" for unfinished completions. Unknown calls are ignored.
         """
         self._check_serving()
         return self._queue.abort(call_ids)
 
     async def compute_logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return [T] float32 nats for each sequence ([T] int token ids): the logprobs at
-        temperature 1.
+        """Return each sequence's logprobs at temperature 1, [T] float32 nats for [T] token ids.
 
         Entry 0 is 0. Sequences are scored beside running requests and before waiting ones; all
         tokens of a sequence under one version of the weights, without cached keys and values.
@@ -210,7 +216,7 @@ class GeneratorEngine(Configurable):
         if self.world.rank != 0 or not sequences:
             return []
         self._check_weights()
-        return await self._queue.answers(scoring_samples(sequences, ids=self._ids))
+        return await self._queue.submit(make_scoring_samples(sequences, ids=self._ids))
 
     async def update_weights(
         self, write: Callable[[dict[str, Tensor]], Awaitable[T]], *, version: int
@@ -229,27 +235,25 @@ class GeneratorEngine(Configurable):
             return await write(self.model_state_dict())
 
     async def sleep(self) -> None:
-        """Give back the memory of weights and key-value cache until `wake`, for a device that is
-        shared.
+        """Give back the memory of weights and key-value cache until `wake`, for a shared device.
 
-        Call it on every rank. Running requests finish first (see `abort`), waiting ones fail. After
-        `wake`, a version must be written before anything is generated. Raises ValueError if
-        `can_sleep` is False.
+        Call it on every rank. Running requests finish first (see `abort`), waiting requests fail.
+        After `wake`, a version must be written first. Raises ValueError if `can_sleep` is False.
         """
         if not self.config.can_sleep:
             raise ValueError("generator.can_sleep=False: must be True for a generator that sleeps")
-        await self._rest(asleep=True)
+        await self._set_asleep(True)
 
     async def wake(self) -> None:
         """Take the memory again; call it on every rank."""
-        await self._rest(asleep=False)
+        await self._set_asleep(False)
 
-    async def _rest(self, *, asleep: bool) -> None:
+    async def _set_asleep(self, asleep: bool) -> None:
         self._check_serving()
         if self._core.asleep != asleep:
             async with self._pause(Pause(asleep=asleep)):
                 assert self._thread is not None
-                await self._thread.run(self._core.rest, asleep)
+                await self._thread.run(self._core.set_asleep, asleep)
 
     async def aside(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread between two steps; on rank 0 only."""
@@ -258,16 +262,19 @@ class GeneratorEngine(Configurable):
         return await self._thread.run(function)
 
     async def close(self) -> None:
-        """End the engine and its thread; waiting calls fail. Idempotent. Other ranks end after rank
-        0.
+        """End the engine and its thread; waiting calls fail.
+
+        Idempotent. Other ranks end after rank 0.
         """
         thread, self._thread = self._thread, None
         if thread is None:
             return
+
         if self._task is not None:
             self._closing = True
             self._queue.changed.set()
             await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT_S)
+            # While a step hangs, the thread would not come to the close.
             if self._task.done():
                 await thread.run(self._core.close)
         if not await asyncio.to_thread(thread.stop, timeout_s=CLOSE_TIMEOUT_S):
@@ -287,17 +294,14 @@ class GeneratorEngine(Configurable):
         if self.policy_version is None and not self._pauses.bring_weights:
             raise GeneratorError("the generator has no weights: a version must be pulled first")
 
-    async def _end_of(self, texts: Sequence[str]) -> End | None:
-        """Return the check for completions that spell a stop text; open the tokenizer at first
-        use.
-        """
+    async def _build_stop_check(self, texts: Sequence[str]) -> End | None:
+        """Return the check for completions that spell a stop text; at first open the tokenizer."""
         if not texts:
             return None
         async with self._opening:  # calls that begin together would open one each
             if self._tokenizer is None:
-                self._tokenizer, _ = await asyncio.to_thread(
-                    open_tokenizer, Path(self._hf_assets_path)
-                )
+                folder = Path(self._hf_assets_path)
+                self._tokenizer, _ = await asyncio.to_thread(open_tokenizer, folder)
         return partial(spells_any, texts, tokenizer=self._tokenizer)
 
     @asynccontextmanager
@@ -308,26 +312,28 @@ class GeneratorEngine(Configurable):
             raise GeneratorError(
                 f"the generator sleeps: wake must be called before version {pause.version} is taken"
             )
-        wanted = self._pauses.add(pause)
+        request = self._pauses.add(pause)
         with span("waits for a turn", version=pause.version):
-            await wanted.begun
+            await request.begun
+
         changed = False
         try:
             yield
             changed = True
         finally:
-            if not wanted.changed.done():
-                wanted.changed.set_result(changed)
-        if not await wanted.ended:
+            # Also after a failure or a cancellation: all ranks stand still until this one answers.
+            if not request.changed.done():
+                request.changed.set_result(changed)
+
+        if not await request.ended:
             raise GeneratorError(f"{pause} failed on another rank of the generator")
 
     async def _run(self, thread: WorkerThread) -> None:
-        """Step the engine until it is closed or fails; then every waiting caller gets the
-        reason.
-        """
+        """Step the engine until it is closed or fails; then fail every waiting caller."""
         try:
+            # Other ranks go on until rank 0's last turn: rank 0 may be in a turn that needs them.
             while not self._closing or self._lockstep.rank != 0:
-                turn, drawn = await thread.run(self._take, await self._decide())
+                turn, drawn = await thread.run(self._take_turn, await self._decide())
                 if drawn is not None:
                     assert self.policy_version is not None
                     self._queue.deliver(drawn, self.policy_version)
@@ -335,6 +341,7 @@ class GeneratorEngine(Configurable):
                     await self._hold(turn.pause, thread)
                 if turn.stop:
                     break
+
             self._fail(GeneratorError("the generator was closed"))
         except Exception as error:
             logger.exception("the generator's engine failed")
@@ -345,6 +352,7 @@ class GeneratorEngine(Configurable):
             )
             failure.__cause__ = error
             self._fail(failure)
+
             # Leaving the process groups tells the other ranks, which would wait for this one.
             with contextlib.suppress(Exception):
                 await thread.run(self._core.close)
@@ -353,66 +361,79 @@ class GeneratorEngine(Configurable):
         """Wait until there is something to do and return the turn; None on ranks other than 0."""
         if self._lockstep.rank != 0:
             return None
+
         while not self._closing:
+            # Cleared before queue and pauses are read, so that no later change is lost.
             self._queue.changed.clear()
             aborted = self._queue.take_aborted()
-            if (pause := self._pauses.next()) is not None:
+
+            pause = self._pauses.choose_next()
+            if pause is not None:
                 if self._core.has_requests and (self._drains or pause.version is None):
                     return EngineTurn(abort=aborted, step=True)
                 return EngineTurn(abort=aborted, pause=pause)
-            admitted = self._queue.take_waiting()
-            if admitted or aborted or self._core.has_requests:
-                return EngineTurn(admit=admitted, abort=aborted, step=True)
+
+            new_requests = self._queue.take_waiting()
+            if new_requests or aborted or self._core.has_requests:
+                return EngineTurn(admit=new_requests, abort=aborted, step=True)
+
             try:
                 async with asyncio.timeout(self._lockstep.idle_turn_s):
                     await self._queue.changed.wait()
             except TimeoutError:
-                return EngineTurn()  # tells the other ranks that this rank lives
+                return EngineTurn()  # Tells the other ranks that this rank lives.
+
         return EngineTurn(stop=True)
 
-    def _take(self, decided: EngineTurn | None) -> tuple[EngineTurn, Drawn | None]:
+    def _take_turn(self, decided: EngineTurn | None) -> tuple[EngineTurn, Drawn | None]:
         """Do what rank 0 decided; `decided` is None on other ranks."""
         turn = self._lockstep.exchange(decided)
         for request in turn.admit:
             self._core.add(request)
         self._core.abort(turn.abort)
+
+        drawn: Drawn | None = None
         if turn.step:
-            drawn: Drawn | None = self._core.step()
-        else:
-            # The tokens of a step that vLLM has begun ahead belong to the weights from before the
-            # pause.
-            drawn = None if turn.pause is None else self._core.settle()
+            drawn = self._core.step()
+        elif turn.pause is not None:
+            # Tokens of a step that vLLM has begun ahead belong to the weights before the pause.
+            drawn = self._core.finish_step_ahead()
+
         if drawn is not None:
             self._lockstep.record(drawn)
         return turn, drawn
 
     async def _hold(self, pause: Pause, thread: WorkerThread) -> None:
         """Let the caller change the engine, and agree with all ranks that it is changed."""
-        wanted = await self._pauses.request_for(
+        request = await self._pauses.wait_for_request(
             pause, rank=self._lockstep.rank, timeout_s=self._lockstep.timeout_s
         )
+
         # The request stays in the list until it is over, so that a failure reaches its caller;
         # until then the weights belong to no version.
         self.policy_version, changed = None, False
-        if not wanted.begun.cancelled():
-            wanted.begun.set_result(True)
-            changed = await wanted.changed
-        everywhere = await thread.run(self._settle, pause, changed)
+        if not request.begun.cancelled():
+            request.begun.set_result(True)
+            changed = await request.changed
+
+        everywhere = await thread.run(self._end_pause, pause, changed)
         if not everywhere:
             self._queue.fail(GeneratorError(f"{pause} failed"))
         elif pause.version is None:
             self._queue.fail(GeneratorError("the generator went to sleep"))
         else:
             self.policy_version = pause.version
-        self._pauses.remove(wanted)
-        if not wanted.ended.done():
-            wanted.ended.set_result(everywhere)
 
-    def _settle(self, pause: Pause, changed: bool) -> bool:
+        self._pauses.remove(request)
+        if not request.ended.done():
+            request.ended.set_result(everywhere)
+
+    def _end_pause(self, pause: Pause, changed: bool) -> bool:
         """Return whether all ranks succeeded, and prepare the engine for the next step."""
         everywhere = self._lockstep.all_agree(changed)
         if not everywhere:
             self._core.abort_all()
+        # Also after a failure: some weights may be written, and their old cache must not stay.
         if pause.version is not None:
             self._core.weights_changed()
         return everywhere
@@ -427,7 +448,7 @@ class GeneratorEngine(Configurable):
         os.environ.update(ENVIRONMENT)
         if self._model_spec.batch_invariant and torch.cuda.is_available():
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        from actors.vllm.core import VLLMCore
+        from actors.vllm.core import VLLMCore  # Reads the variables when it is imported.
 
         core = VLLMCore(
             config=self.config,
@@ -438,6 +459,7 @@ class GeneratorEngine(Configurable):
         lockstep = Lockstep(
             rank=self.world.rank, size=self.world.size, timeout_s=self.config.rank_timeout_s
         )
+
         # The first steps allocate, and on a GPU compile; calls should not wait for that.
         core.add(Request(id=-1, prompt=np.zeros(1, dtype=np.int32), max_tokens=1))
         while core.has_requests:

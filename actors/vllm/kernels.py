@@ -18,33 +18,39 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vllm import _custom_ops as ops
 from vllm.distributed import tensor_model_parallel_all_reduce
 
-from actors.vllm.compat import packed_product
+from actors.vllm.compat import build_packed_product, get_compiled_ops, import_custom_ops
 from rl.distributed.sharding import local_tensor
 from rl.models.decoder import Attention, Decoder, FeedForward, RMSNorm, TransformerBlock
 from rl.models.parallelize import ShardedLinear, VocabShardedEmbedding
+
+# Looked up once: a step calls them in every layer.
+ops, compiled_ops = import_custom_ops(), get_compiled_ops()
 
 NORM_MULTIPLE = 16
 """Divisor of the widths that vLLM's norm can do."""
 FUSED_HEAD_DIMS = (64, 128, 256)
 """Head sizes of the kernel that normalizes and rotates 16-bit numbers."""
-HAS_FUSED_HEADS = hasattr(torch.ops._C, "fused_qk_norm_rope")
+HAS_FUSED_HEADS = hasattr(compiled_ops, "fused_qk_norm_rope")
 """True in vLLM's builds for GPUs."""
 
 
 def use_kernels(model: nn.Module, *, on_gpu: bool = False) -> None:
     """Replace layers of a model by vLLM's kernels, in place; parameters keep their names."""
     rotation: Rotation | None = None
+    # Lists, because layers are replaced during the walk. A replaced layer holds the parameters of
+    # the layer before, so that an update of the weights writes where the kernels read.
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is RMSNorm and layer.normalized_shape[0] % NORM_MULTIPLE == 0:
                 setattr(parent, name, Norm(layer))
             elif type(layer) is nn.Linear and not on_gpu:
                 setattr(parent, name, PackedLinear(layer.weight, layer.bias))
+
         if isinstance(parent, Attention):
-            rotation = rotation or Rotation(num_groups=_num_groups(parent) if on_gpu else 1)
+            # Shared by all layers: the first of a forward makes the table, the others find it.
+            rotation = rotation or Rotation(num_groups=_count_groups(parent) if on_gpu else 1)
             parent.rotate = rotation
             if on_gpu:
                 parent.split_heads = Heads(parent, rotation)
@@ -52,14 +58,13 @@ def use_kernels(model: nn.Module, *, on_gpu: bool = False) -> None:
             parent.activation = {"swiglu": swiglu, "geglu": geglu}[parent.config.activation]
         elif on_gpu and isinstance(parent, ShardedLinear | VocabShardedEmbedding):
             parent.all_reduce = tensor_model_parallel_all_reduce
+
     if on_gpu:
-        _fuse_additions(model)
+        _let_norms_add(model)  # Last, because it looks for the norms that were put in.
 
 
 def both_ways(model: Decoder, ids_T: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the trainer's hidden states [T, E] with PyTorch's kernels and with those of a GPU, to
-    compare them.
-    """
+    """Return the hidden states [T, E] with PyTorch's kernels and with a GPU's, to compare them."""
     fused = copy.deepcopy(model)
     use_kernels(fused, on_gpu=True)
     with torch.no_grad():
@@ -67,10 +72,9 @@ def both_ways(model: Decoder, ids_T: Tensor, **inputs: Any) -> tuple[Tensor, Ten
 
 
 class PackedLinear(nn.Module):
-    """Linear layer that multiplies with a copy of its weight in the order in which the processor's
-    kernel reads it.
+    """Linear layer that multiplies with a copy of its weight, ordered for the processor's kernel.
 
-    The parameter is what an update writes. `pack` must follow, and costs about as much as a step.
+    An update writes the parameter. `pack` must follow, and costs about as much as a step.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class PackedLinear(nn.Module):
 
     def pack(self) -> None:
         weight = self.weight.float() if self.in_float32 else self.weight
-        self._product = packed_product(weight, self.bias)
+        self._product = build_packed_product(weight, self.bias)
 
     def unpack(self) -> None:
         """Give back the copy."""
@@ -106,10 +110,13 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor | Residual) -> Tensor:
         if isinstance(x, Residual):
-            if (normed := x.normed(self.weight, self.eps)) is not None:
-                return normed
+            normalized = x.add_and_normalize(self.weight, self.eps)
+            if normalized is not None:
+                return normalized
             x = x.sum()
-        if not x.is_cuda:  # there the kernel takes rows at any stride
+
+        # A GPU's kernel takes rows at any stride.
+        if not x.is_cuda:
             x = x.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         ops.rms_norm(out, x, self.weight, self.eps)
@@ -130,12 +137,11 @@ class Residual:
             self._x_TE, self._added_TE = self._x_TE + self._added_TE, None
         return self._x_TE
 
-    def normed(self, weight: Tensor, eps: Any) -> Tensor | None:
-        """Return the normalized sum, in the memory of the summand; None if nothing is to be
-        added.
-        """
+    def add_and_normalize(self, weight: Tensor, eps: Any) -> Tensor | None:
+        """Return the normalized sum, in the memory of the summand; None without a summand."""
         added_TE, self._added_TE = self._added_TE, None
         if added_TE is not None:
+            # The kernel writes twice: the sum to the stream, and the norm of it to the summand.
             ops.fused_add_rms_norm(added_TE, self._x_TE, weight, eps)
         return added_TE
 
@@ -148,25 +154,30 @@ class Residual:
         return stream.sum()
 
 
-def _fuse_additions(model: nn.Module) -> None:
+def _let_norms_add(model: nn.Module) -> None:
     """Let norms add, unless a block has a forward of its own or norms of another kind."""
     blocks = [block for block in model.modules() if isinstance(block, TransformerBlock)]
-    norms = [norm for block in blocks for norm in (block.attention_norm, block.ffn_norm)]
-    is_plain = all(type(block).forward is TransformerBlock.forward for block in blocks)
-    if blocks and is_plain and all(isinstance(norm, Norm) for norm in norms):
+    for block in blocks:
+        # Another forward may use the stream in a way that `Residual` does not have.
+        has_own_forward = type(block).forward is not TransformerBlock.forward
+        has_norms = isinstance(block.attention_norm, Norm) and isinstance(block.ffn_norm, Norm)
+        if has_own_forward or not has_norms:
+            return
+
+    if blocks:
         blocks[0].register_forward_pre_hook(Residual.begin)
         blocks[-1].register_forward_hook(Residual.end)
 
 
 def swiglu(gate_up_TK2W: Tensor) -> Tensor:
-    return _gated(torch.ops._C.silu_and_mul, gate_up_TK2W)
+    return _apply_gate(compiled_ops.silu_and_mul, gate_up_TK2W)
 
 
 def geglu(gate_up_TK2W: Tensor) -> Tensor:
-    return _gated(torch.ops._C.gelu_tanh_and_mul, gate_up_TK2W)
+    return _apply_gate(compiled_ops.gelu_tanh_and_mul, gate_up_TK2W)
 
 
-def _gated(kernel: Callable[[Tensor, Tensor], None], gate_up_TK2W: Tensor) -> Tensor:
+def _apply_gate(kernel: Callable[[Tensor, Tensor], None], gate_up_TK2W: Tensor) -> Tensor:
     gate_up_X2W = gate_up_TK2W.flatten(0, 1)
     out_XW = gate_up_X2W.new_empty(gate_up_X2W.size(0), gate_up_X2W.size(2))
     kernel(out_XW, gate_up_X2W.flatten(1))
@@ -174,8 +185,9 @@ def _gated(kernel: Callable[[Tensor, Tensor], None], gate_up_TK2W: Tensor) -> Te
 
 
 class Rotation:
-    """`rl.models.rope.rotate` in one kernel, which reads cosines and sines from one table. Shared
-    by all layers.
+    """`rl.models.rope.rotate` in one kernel, which reads cosines and sines from one table.
+
+    Shared by all layers.
     """
 
     def __init__(self, *, num_groups: int = 1) -> None:
@@ -184,29 +196,32 @@ class Rotation:
         self._known: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-        table_TD, rows_T = self.angles(cos_T1D, sin_T1D)
+        table_TD, rows_T = self.get_angles(cos_T1D, sin_T1D)
         x_THD = x_THD.contiguous()
         ops.rotary_embedding(rows_T, x_THD.flatten(1), None, x_THD.size(-1), table_TD, True)
         return x_THD
 
-    def angles(self, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
+    def get_angles(self, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
         """Return the table of cosines and sines, and the row of each group in it, [X] int64."""
         for cos, table_TD, rows_X in self._known:
             if cos is cos_T1D:
                 return table_TD, rows_X
-        # The first layer of a forward with these. The halves of a head have the same angles.
+
+        # The first layer of a forward comes here. The halves of a head have the same angles.
         half = cos_T1D.size(-1) // 2
         table_TD = torch.cat((cos_T1D[:, 0, :half], sin_T1D[:, 0, :half]), dim=-1)
         rows_T1 = torch.arange(len(cos_T1D), device=cos_T1D.device).unsqueeze(1)
         rows_X = rows_T1.repeat(1, self._num_groups).flatten()
+
         # A model has at most two ropes.
         self._known = [(cos_T1D, table_TD, rows_X), *self._known[:1]]
         return table_TD, rows_X
 
 
 class Heads(nn.Module):
-    """`rl.models.decoder.split_heads` in two kernels where it can be: one normalizes and rotates,
-    one sorts heads.
+    """`rl.models.decoder.split_heads` in two kernels: normalize with rotate, and sort heads.
+
+    Norms or sizes that the first kernel cannot do get kernels of their own.
 
     The kernels expect the query heads of a token first, then its key heads, then its value heads. A
     projection's rows are ordered by group, so they get each group of a token as a token of its own,
@@ -219,14 +234,16 @@ class Heads(nn.Module):
         super().__init__()
         self._rotation = rotation
         weight, size = local_tensor(layer.qkv_proj.weight), layer.group_size
-        heads = torch.arange(_num_groups(layer) * (size + 2), device=weight.device).view(
-            -1, size + 2
-        )
-        self._sizes = [len(heads) * size, len(heads), len(heads)]
+        num_groups = _count_groups(layer)
+        self._sizes = [num_groups * size, num_groups, num_groups]
+
+        # Heads by group, in the order of the projection's rows; sorted by kind for the attention.
+        heads = torch.arange(num_groups * (size + 2), device=weight.device).view(-1, size + 2)
+        query, key, value = heads.split((size, 1, 1), dim=1)
+        order = torch.cat((query.flatten(), key.flatten(), value.flatten()))
         # A buffer, because vLLM keeps buffers while the engine sleeps.
-        self.register_buffer(
-            "order", torch.cat([x.flatten() for x in heads.split((size, 1, 1), 1)]), False
-        )
+        self.register_buffer("order", order, persistent=False)
+
         self._is_plain = layer.q_norm is None and layer.query_scale == 1.0
         self._is_fused = (
             isinstance(layer.q_norm, Norm)
@@ -242,16 +259,23 @@ class Heads(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [T, H, D], keys and values [T, K, D]; `qkv` may be overwritten."""
         num_tokens, size, dim = qkv.size(0), layer.group_size, layer.head_dim
-        table, rows = self._rotation.angles(cos, sin)
+        table, rows = self._rotation.get_angles(cos, sin)
         groups = qkv.view(-1, size + 2, dim)
         q, k, v = groups.split((size, 1, 1), dim=1)
+
         if not (self._is_fused or self._is_plain):
             q = q.contiguous() if layer.q_norm is None else layer.q_norm(q)
             k = k.contiguous() if layer.k_norm is None else layer.k_norm(k)
             if layer.query_scale != 1.0:
                 q = q * layer.query_scale
             ops.rotary_embedding(rows, q.flatten(1), k.flatten(1), dim, table, True)
-            return tuple(x.contiguous().view(num_tokens, -1, dim) for x in (q, k, v))
+            return (
+                q.contiguous().view(num_tokens, -1, dim),
+                k.contiguous().view(num_tokens, -1, dim),
+                v.contiguous().view(num_tokens, -1, dim),
+            )
+
+        # In place: `q` and `k` are views of the projection, whose heads are sorted afterwards.
         if self._is_fused:
             assert isinstance(layer.q_norm, Norm)
             assert isinstance(layer.k_norm, Norm)
@@ -266,5 +290,5 @@ class Heads(nn.Module):
         return sorted_heads.split(self._sizes, dim=1)
 
 
-def _num_groups(layer: Attention) -> int:
+def _count_groups(layer: Attention) -> int:
     return local_tensor(layer.qkv_proj.weight).size(0) // ((layer.group_size + 2) * layer.head_dim)

@@ -1,5 +1,4 @@
-"""The turns of an engine, which keep tensor-parallel ranks in step, and the pauses between its
-steps.
+"""Turns of an engine, which keep tensor-parallel ranks in step, and pauses between its steps.
 
 With tensor parallelism each rank has its own engine, scheduler, cache and sampler in its own
 process. They stay equal because rank 0 alone decides: before each engine step it broadcasts an
@@ -34,9 +33,7 @@ class SilentRankError(ConnectionError, TimeoutError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pause:
-    """A time between two steps in which every rank writes weights, or gives memory back or takes it
-    again.
-    """
+    """Time between two steps in which every rank writes weights, falls asleep or wakes."""
 
     version: int | None = None
     """Policy version of the weights that are written; None to sleep or wake."""
@@ -49,7 +46,7 @@ class Pause:
         return "sleep" if self.asleep else "wake"
 
 
-def _future() -> asyncio.Future[bool]:
+def _make_future() -> asyncio.Future[bool]:
     return asyncio.get_running_loop().create_future()
 
 
@@ -58,11 +55,11 @@ class PauseRequest:
     """A pause that this rank's caller has asked for, and the three moments of its progress."""
 
     pause: Pause
-    begun: asyncio.Future[bool] = field(default_factory=_future)
+    begun: asyncio.Future[bool] = field(default_factory=_make_future)
     """No step is running: the caller may change the engine."""
-    changed: asyncio.Future[bool] = field(default_factory=_future)
+    changed: asyncio.Future[bool] = field(default_factory=_make_future)
     """The caller is done; True if it succeeded."""
-    ended: asyncio.Future[bool] = field(default_factory=_future)
+    ended: asyncio.Future[bool] = field(default_factory=_make_future)
     """All ranks are done; True if all succeeded."""
 
 
@@ -72,37 +69,38 @@ class Pauses:
     def __init__(self, changed: asyncio.Event) -> None:
         """`changed` is set when a pause is asked for."""
         self._changed = changed
-        self._wanted: list[PauseRequest] = []
+        self._requests: list[PauseRequest] = []
 
     @property
     def bring_weights(self) -> bool:
-        return any(wanted.pause.version is not None for wanted in self._wanted)
+        return any(request.pause.version is not None for request in self._requests)
 
     def add(self, pause: Pause) -> PauseRequest:
-        wanted = PauseRequest(pause=pause)
-        self._wanted.append(wanted)
+        request = PauseRequest(pause=pause)
+        self._requests.append(request)
         self._changed.set()
-        return wanted
+        return request
 
-    def next(self) -> Pause | None:
-        """Return the pause to begin; weights come first, as they cannot be written once the engine
-        sleeps.
-        """
-        self._wanted = [wanted for wanted in self._wanted if not wanted.begun.cancelled()]
-        pauses = (wanted.pause for wanted in self._wanted)
-        return min(pauses, key=lambda pause: pause.version is None, default=None)
+    def choose_next(self) -> Pause | None:
+        """Return the pause to begin, None if none is asked for."""
+        # A caller that was cancelled before its pause began changes nothing.
+        self._requests = [request for request in self._requests if not request.begun.cancelled()]
 
-    async def request_for(self, pause: Pause, *, rank: int, timeout_s: float) -> PauseRequest:
-        """Return this rank's request for the pause that rank 0 decided on; wait until it has
-        come.
-        """
+        # Weights first, as they cannot be written once the engine sleeps.
+        for request in self._requests:
+            if request.pause.version is not None:
+                return request.pause
+        return self._requests[0].pause if self._requests else None
+
+    async def wait_for_request(self, pause: Pause, *, rank: int, timeout_s: float) -> PauseRequest:
+        """Wait for this rank's request for the pause that rank 0 decided on, and return it."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     self._changed.clear()
-                    for wanted in self._wanted:
-                        if wanted.pause == pause:
-                            return wanted
+                    for request in self._requests:
+                        if request.pause == pause:
+                            return request
                     await self._changed.wait()
         except TimeoutError as error:
             raise TimeoutError(
@@ -110,16 +108,16 @@ class Pauses:
                 f"{timeout_s:g} s"
             ) from error
 
-    def remove(self, wanted: PauseRequest) -> None:
-        self._wanted.remove(wanted)
+    def remove(self, request: PauseRequest) -> None:
+        self._requests.remove(request)
 
     def fail(self, failure: Exception) -> None:
         """Fail every caller at the moment that it waits for."""
-        for wanted in self._wanted:
-            future = wanted.ended if wanted.begun.done() else wanted.begun
+        for request in self._requests:
+            future = request.ended if request.begun.done() else request.begun
             if not future.done():
                 future.set_exception(failure)
-        self._wanted = []
+        self._requests = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,9 +160,11 @@ class Lockstep:
         """
         message: list[Any] = [turn, self._digest]
         if self._group is not None:
-            with self._awaiting("rank 0's next turn"):
+            with self._name_wait("rank 0's next turn"):
                 dist.broadcast_object_list(message, src=0, group=self._group)
+
         decided, digest = message
+        # Compared a step late: the digest travels with the next turn, at no cost of its own.
         if digest != self._digest:
             raise RuntimeError(
                 f"generator rank {self.rank} drew other tokens than rank 0 "
@@ -176,27 +176,29 @@ class Lockstep:
     def record(self, drawn: Drawn) -> None:
         """Add a step's tokens to the digest that is compared at the next turn."""
         if self._group is not None:
-            tokens = np.array(
-                [(request_id, token) for request_id, token, _ in drawn.tokens], dtype=np.int64
-            )
+            pairs = [(request_id, token) for request_id, token, _ in drawn.tokens]
+            tokens = np.array(pairs, dtype=np.int64)
             self._digest = zlib.crc32(tokens.tobytes(), self._digest)
 
     def all_agree(self, ok: bool) -> bool:
-        """Return whether `ok` is true on all ranks; raise ConnectionError if a rank is gone or
-        silent.
+        """Return whether `ok` is true on all ranks.
+
+        Raise ConnectionError if a rank is lost or silent.
         """
         if self._group is None:
             return ok
         answer = torch.tensor(int(ok))
-        with self._awaiting("the other ranks' result of a weight update"):
+        with self._name_wait("the other ranks' result of a weight update"):
             dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._group)
         return bool(answer.item())
 
     @contextmanager
-    def _awaiting(self, what: str) -> Iterator[None]:
+    def _name_wait(self, what: str) -> Iterator[None]:
+        """Turn gloo's errors into errors that say which rank waited, for what and how long."""
         try:
             yield
         except RuntimeError as error:
+            # gloo raises the same class for a timeout and for a closed connection.
             kind = SilentRankError if "timed out" in str(error).lower() else ConnectionError
             raise kind(
                 f"generator rank {self.rank} awaited {what}, at most {self.timeout_s:g} s: {error}"

@@ -60,6 +60,7 @@ class VLLMPolicy(nn.Module):
         # Each layer names its window; without one it must not take one that config.json has and the
         # family ignores.
         vllm_config.cache_config.sliding_window = None
+        # On a CPU, products of a few rows sum in another order than products of whole tiles.
         self.pads_rows = self.spec.batch_invariant and device.type == "cpu"
 
         def core_attention(layer: int, window: int | None) -> nn.Module:
@@ -78,16 +79,19 @@ class VLLMPolicy(nn.Module):
             self.model = config.build(core_attention=core_attention)
             # The trainer's buffers only: vLLM's attention adds its own.
             self.buffer_names = tuple(persistent_buffers(config.build()))
+
         if tp_size > 1:
             mesh = DeviceMesh.from_group(
                 get_tp_group().device_group, device.type, mesh_dim_names=("tp",)
             )
             parallelize_decoder_generator(self.model, mesh)
+
         make_batch_invariant(self.model, spec=self.spec, device=device)
         self.model.float32_head = self.spec.float32_head
         self.model.to_empty(device=device)
         reset_buffers(self.model)
         self.model.requires_grad_(False)
+
         self.head: nn.Module | None = None
         self.shares_logits = False
         """True if ranks exchange their parts of the logits with vLLM's collective."""
@@ -100,15 +104,15 @@ class VLLMPolicy(nn.Module):
 
     def weights_changed(self) -> None:
         """Copy the weights that were written to where kernels read them."""
-        for layer in self._packed():
+        for layer in self._list_packed_layers():
             layer.pack()
 
-    def rest(self) -> None:
-        """Give back the copies of weights."""
-        for layer in self._packed():
+    def drop_copies(self) -> None:
+        """Give back the memory of the copied weights."""
+        for layer in self._list_packed_layers():
             layer.unpack()
 
-    def _packed(self) -> list[PackedLinear]:
+    def _list_packed_layers(self) -> list[PackedLinear]:
         return [layer for layer in self.modules() if isinstance(layer, PackedLinear)]
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -159,7 +163,7 @@ class PagedAttention(nn.Module):
         super().__init__()
         self.window = window
         self.num_heads, self.head_dim = config.num_heads // tp_size, config.head_dim
-        kernel_dim = _kernel_head_dim(config.head_dim)
+        kernel_dim = _choose_kernel_head_dim(config.head_dim)
         self.padding = kernel_dim - config.head_dim
         self.attention = Attention(
             self.num_heads,
@@ -180,14 +184,17 @@ class PagedAttention(nn.Module):
             if not v_TKD.is_cuda or v_TKD.stride(1) != self.head_dim:
                 v_TKD = v_TKD.contiguous()
             return self.attention(q_THD, k_TKD, v_TKD).unflatten(-1, (-1, self.head_dim))
-        q_THP, k_TKP, v_TKP = (F.pad(x, (0, self.padding)) for x in (q_THD, k_TKD, v_TKD))
+
+        widths = (0, self.padding)
+        q_THP, k_TKP, v_TKP = F.pad(q_THD, widths), F.pad(k_TKD, widths), F.pad(v_TKD, widths)
         out_THP = self.attention(q_THP, k_TKP, v_TKP).unflatten(-1, (self.num_heads, -1))
         return out_THP[..., : self.head_dim]
 
 
 class InvariantPagedAttention(PagedAttention):
-    """Paged attention with the trainer's kernel over vLLM's cache, for the batch-invariant mode on
-    a CPU.
+    """Paged attention with the trainer's kernel over vLLM's cache.
+
+    The batch-invariant mode on a CPU uses it.
     """
 
     def forward(
@@ -195,15 +202,19 @@ class InvariantPagedAttention(PagedAttention):
     ) -> Tensor:
         """Return [T, H, D]."""
         by_layer = get_forward_context().attn_metadata
+        # Zeros, for the rows at the end that `pad_rows` added and that belong to no sequence.
         out_THD = torch.zeros(q_THD.shape, dtype=q_THD.dtype)
-        if by_layer is None:  # vLLM is measuring the memory of a forward.
+        if by_layer is None:  # vLLM measures the memory of a forward.
             return out_THD
+
         assert isinstance(by_layer, dict)
         metadata = by_layer[self.attention.layer_name]
         assert isinstance(metadata, CPUAttentionMetadata)
         num_tokens = metadata.num_actual_tokens
         cache = self.attention.kv_cache
         block_size = cache.size(2)
+
+        # First, because the new tokens attend to each other through the cache too.
         store_in_cache(
             k_TKD[:num_tokens],
             v_TKD[:num_tokens],
@@ -223,7 +234,8 @@ class InvariantPagedAttention(PagedAttention):
         return out_THD
 
 
-def _kernel_head_dim(head_dim: int) -> int:
+def _choose_kernel_head_dim(head_dim: int) -> int:
+    """Return the smallest head size of the attention kernel that holds `head_dim` numbers."""
     backend = get_attn_backend(head_dim, torch.get_default_dtype(), None)
     if backend.supports_head_size(head_dim):
         return head_dim
@@ -246,5 +258,7 @@ class StoreLoader(BaseModelLoader):
     @torch.no_grad()
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         assert isinstance(model, VLLMPolicy)
-        for tensor in (*model.model.parameters(), *map(model.model.get_buffer, model.buffer_names)):
-            tensor.zero_()
+        for parameter in model.model.parameters():
+            parameter.zero_()
+        for name in model.buffer_names:
+            model.model.get_buffer(name).zero_()

@@ -127,18 +127,22 @@ class Queue:
         self._waiting: list[Request] = []
         self._aborted: list[int] = []
 
-    async def answers(self, samples: Sequence[Sample]) -> list[Any]:
-        """Add samples and return their answers once they are there; a cancellation ends what is
-        left.
-        """
-        added = {sample.request.id: sample for sample in samples if not sample.answer.done()}
-        self._samples |= added
-        self._waiting += [sample.request for sample in added.values()]
+    async def submit(self, samples: Sequence[Sample]) -> list[Any]:
+        """Add samples and wait for their answers; a cancellation ends the unfinished samples."""
+        new_ids: set[int] = set()
+        for sample in samples:
+            # A completion that was finished before the call has its answer already.
+            if not sample.answer.done():
+                self._samples[sample.request.id] = sample
+                self._waiting.append(sample.request)
+                new_ids.add(sample.request.id)
         self.changed.set()
+
         try:
             return await asyncio.gather(*(sample.answer for sample in samples))
         except BaseException:
-            self._drop(added.keys() & self._samples.keys())
+            # Also if a single sample has failed: nobody waits for the others of the call.
+            self._drop(new_ids & self._samples.keys())
             raise
 
     def take_waiting(self) -> tuple[Request, ...]:
@@ -153,40 +157,50 @@ class Queue:
 
     def abort(self, call_ids: Collection[str] | None) -> int:
         """End the completions of these calls (None: all calls) as they are; return their number."""
-        ids = {
-            request_id
-            for request_id, sample in self._samples.items()
-            if sample.call_id is not None and (call_ids is None or sample.call_id in call_ids)
-        }
-        for request_id in ids:
-            self._samples[request_id].finish("abort")
+        ids: set[int] = set()
+        for request_id, sample in self._samples.items():
+            if sample.call_id is None:
+                continue
+            if call_ids is None or sample.call_id in call_ids:
+                sample.finish("abort")
+                ids.add(request_id)
         self._drop(ids)
         return len(ids)
 
     def deliver(self, drawn: Drawn, policy_version: int) -> None:
-        """Give the tokens to their samples, and drop requests that end themselves or have
-        failed.
-        """
+        """Give tokens to their samples, and drop requests that end themselves or have failed."""
+        # A step may still draw tokens for requests that were dropped since it began: they are
+        # looked up, and not expected.
         samples = self._samples
         unwanted = drawn.diverged & samples.keys()
         for request_id in unwanted:
             samples[request_id].fail(
                 DivergedError("the model's logprobs are NaN: weights or activations are not finite")
             )
+
         for request_id, token_id, logprob in drawn.tokens:
-            if (sample := samples.get(request_id)) is not None:
+            sample = samples.get(request_id)
+            if sample is not None:
                 sample.add(token_id, logprob, policy_version)
                 # The engine itself does not see this end.
                 if sample.end is not None and sample.end(sample.token_ids):
                     sample.finish("stop")
                     unwanted.add(request_id)
+
+        # Before the ends: the answer of a scored sequence has these logprobs in it.
         for request_id, logprobs in drawn.prompt_logprobs.items():
-            if (sample := samples.get(request_id)) is not None:
+            sample = samples.get(request_id)
+            if sample is not None:
                 sample.prompt_logprobs = logprobs
+
         for request_id, reason in drawn.finished.items():
-            if (sample := samples.pop(request_id, None)) is not None:
+            sample = samples.pop(request_id, None)
+            if sample is not None:
                 sample.finish(reason)
-        if unwanted := unwanted & samples.keys():
+
+        # The engine has ended the finished requests itself, and only the others are aborted.
+        unwanted &= samples.keys()
+        if unwanted:
             self._drop(unwanted)
 
     def fail(self, failure: GeneratorError) -> None:
@@ -199,12 +213,22 @@ class Queue:
     def _drop(self, ids: set[int]) -> None:
         for request_id in ids:
             del self._samples[request_id]
-        self._aborted += sorted(ids - {request.id for request in self._waiting})
-        self._waiting = [request for request in self._waiting if request.id not in ids]
+
+        # A request that still waits is not in the engine, and leaves without an abort.
+        running_ids = set(ids)
+        waiting: list[Request] = []
+        for request in self._waiting:
+            if request.id in ids:
+                running_ids.remove(request.id)
+            else:
+                waiting.append(request)
+        self._waiting = waiting
+        # Sorted, so that all ranks end them in the same order.
+        self._aborted += sorted(running_ids)
         self.changed.set()
 
 
-def completion_samples(
+def make_completion_samples(
     prompts: Sequence[np.ndarray],
     sampling: SamplingParams,
     *,
@@ -214,16 +238,19 @@ def completion_samples(
     begun: Begun | None,
     end: End | None = None,
 ) -> list[Sample]:
-    """Return a sample for each completion, in order; finished completions of `begun` are their
-    answers already.
+    """Return a sample for each completion, in order.
+
+    Finished completions of `begun` have their answers already.
     """
     samples: list[Sample] = []
     seeds = request_seeds(prompts, seed=seed, num_samples=sampling.num_samples)
     for i, prompt in enumerate(prompts):
         for j, request_seed in enumerate(seeds[i]):
             old = _NOTHING if begun is None else begun[i][j]
+            # Nothing is left to draw, and vLLM refuses a request for no tokens.
             if old.finish_reason == "abort" and len(old.token_ids) == sampling.max_tokens:
                 old = replace(old, finish_reason="length")
+
             request = Request(
                 id=next(ids),
                 prompt=np.concatenate([prompt, old.token_ids]).astype(np.int32),
@@ -254,11 +281,13 @@ _NOTHING = Completion(
 )
 
 
-def scoring_samples(sequences: Sequence[np.ndarray], *, ids: Iterator[int]) -> list[Sample]:
+def make_scoring_samples(sequences: Sequence[np.ndarray], *, ids: Iterator[int]) -> list[Sample]:
     """Return a sample for each sequence; those of one token have their answer already."""
     samples = []
     for sequence in sequences:
         tokens = np.asarray(sequence, dtype=np.int32)
+        # vLLM always draws a token. The last token takes its place, so that a sequence may have
+        # `max_model_len` tokens.
         request = Request(id=next(ids), prompt=tokens[:-1], max_tokens=1, scored=int(tokens[-1]))
         samples.append(Sample(request=request))
         if len(tokens) == 1:
@@ -285,9 +314,13 @@ def check_call(
     check_sequences(prompts, kind="prompt", num_new=sampling.max_tokens, **limits)
     if begun is None:
         return
-    longest = max((len(one.token_ids) for of_prompt in begun for one in of_prompt), default=0)
-    counts = [len(of_prompt) for of_prompt in begun]
-    if counts != [sampling.num_samples] * len(prompts) or longest > sampling.max_tokens:
+
+    fits = len(begun) == len(prompts)
+    for of_prompt in begun:
+        fits &= len(of_prompt) == sampling.num_samples
+        for completion in of_prompt:
+            fits &= len(completion.token_ids) <= sampling.max_tokens
+    if not fits:
         raise ValueError(
             f"begun must have sampling.num_samples={sampling.num_samples} completions for each of "
             f"{len(prompts)} prompts, of at most sampling.max_tokens={sampling.max_tokens} tokens"
@@ -302,9 +335,7 @@ def check_sequences(
     max_model_len: int,
     vocab_size: int,
 ) -> None:
-    """Raise ValueError, naming the sequence, if it cannot be scored, or continued by `num_new`
-    tokens.
-    """
+    """Raise ValueError, naming the sequence, unless it can be scored and get `num_new` tokens."""
     for i, token_ids in enumerate(sequences):
         if len(token_ids) == 0:
             raise ValueError(f"{kind} {i} is empty")

@@ -46,10 +46,11 @@ class PolicySampler(Sampler):
 
     def add(self, request: Request) -> None:
         """Draw a request's random numbers; call it before the engine gets the request."""
-        request_id, begun = str(request.id), request.num_begun
-        self._uniforms[request_id] = uniforms(request.seed, begun + request.max_tokens)[
-            begun:
-        ].numpy()
+        request_id, num_begun = str(request.id), request.num_begun
+        # A continued completion goes on with the numbers that follow those of its tokens, so that
+        # it becomes what it would have been without the abort.
+        numbers = uniforms(request.seed, num_begun + request.max_tokens)
+        self._uniforms[request_id] = numbers[num_begun:].numpy()
         if request.scored is not None:
             self._scored[request_id] = request.scored
 
@@ -59,9 +60,7 @@ class PolicySampler(Sampler):
 
     @staticmethod
     def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        """Return the logprobs of a prompt's tokens, without ranks; `logprobs` [T, V], `token_ids`
-        [T].
-        """
+        """Return the logprobs of a prompt's tokens, without ranks: from [T, V] and ids [T]."""
         assert num_logprobs == 0, "only the tokens' own logprobs are gathered"
         token_ids_T1 = token_ids.unsqueeze(-1)
         return LogprobsTensors(
@@ -77,43 +76,46 @@ class PolicySampler(Sampler):
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
-        """Sample from `logits` [B, V], in the order of the runner's batch; the logits may be
-        overwritten.
+        """Sample from `logits` [B, V], in the order of the runner's batch.
+
+        The logits may be overwritten.
         """
-        settings = sampling_metadata
+        settings, batch = sampling_metadata, self.runner.input_batch
         temperature_B = settings.temperature
-        if (
-            temperature_B is not None
-            and (self.runner.input_batch.temperature_cpu[: len(logits)] == 1).all()
-        ):
+        # On the CPU, because a look at the GPU's copy would wait for the step.
+        if temperature_B is not None and (batch.temperature_cpu[: len(logits)] == 1).all():
             temperature_B = None
-        uniforms_B = None if settings.all_greedy else self._uniforms_now(logits)
-        inputs = (
-            temperature_B,
-            settings.top_k,
-            settings.top_p,
-            uniforms_B,
-            self._forced_tokens(logits),
-        )
+        uniforms_B = None if settings.all_greedy else self._get_uniforms(logits)
+        forced_B = self._get_forced_tokens(logits)
+
         num_rows = len(logits) if logits.is_cuda else max(1, NUMBERS_AT_ONCE // logits.size(1))
-        parts = [
-            _sample(
-                logits[i : i + num_rows], *(x if x is None else x[i : i + num_rows] for x in inputs)
+        tokens: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        for start in range(0, len(logits), num_rows):
+            rows = slice(start, start + num_rows)
+            part_tokens, part_logprobs = _sample(
+                logits[rows],
+                _take_rows(temperature_B, rows),
+                _take_rows(settings.top_k, rows),
+                _take_rows(settings.top_p, rows),
+                _take_rows(uniforms_B, rows),
+                _take_rows(forced_B, rows),
             )
-            for i in range(0, len(logits), num_rows)
-        ]
-        tokens_B, logprobs_B = (torch.cat(part) for part in zip(*parts, strict=True))
+            tokens.append(part_tokens)
+            logprobs.append(part_logprobs)
+        tokens_B, logprobs_B = torch.cat(tokens), torch.cat(logprobs)
+
         # On a GPU they are on their way when the tokens, which vLLM sends after them and waits for,
         # have arrived.
         logprobs_B = logprobs_B.to("cpu", non_blocking=True)
-        self._drawn.append((self.runner.input_batch.req_ids.copy(), logprobs_B))
+        # A copy, because the runner changes the list before the step's tokens are taken.
+        self._drawn.append((batch.req_ids.copy(), logprobs_B))
         return SamplerOutput(
             sampled_token_ids=tokens_B.to(torch.int32).unsqueeze(-1), logprobs_tensors=None
         )
 
-    def drawn_logprobs(self, *, num_ahead: int) -> dict[str, float]:
-        """Return each request's logprob in nats in the step that has just ended; none if no step
-        has.
+    def take_logprobs(self, *, num_ahead: int) -> dict[str, float]:
+        """Return each request's logprob in nats in the step that has just ended, if one has.
 
         Meaningless for a request still at its prompt. `num_ahead` steps have begun and not ended.
         """
@@ -123,8 +125,10 @@ class PolicySampler(Sampler):
             drawn = dict(zip(request_ids, logprobs_B.tolist(), strict=True))
         return drawn
 
-    def _uniforms_now(self, logits: Tensor) -> Tensor:
+    def _get_uniforms(self, logits: Tensor) -> Tensor:
         """Return [B] float64, the random number for each request's next token."""
+        # By the place of the token, not by a count of draws: a request that is preempted, or whose
+        # prompt is read in parts, draws more often than it gets tokens.
         batch = self.runner.input_batch
         num_rows = logits.size(0)
         places = batch.num_tokens_no_spec[:num_rows] - batch.num_prompt_tokens[:num_rows]
@@ -132,16 +136,17 @@ class PolicySampler(Sampler):
         numbers = [self._uniforms[request_id][place] for request_id, place in rows]
         return to_device(torch.tensor(numbers, dtype=torch.float64), logits.device)
 
-    def _forced_tokens(self, logits: Tensor) -> Tensor | None:
-        """Return [B] int64, the next token of each request that is scored and -1 for others; None
-        if none is.
-        """
+    def _get_forced_tokens(self, logits: Tensor) -> Tensor | None:
+        """Return [B] int64, the next token of scored requests, -1 for others; None without any."""
         if not self._scored:
             return None
-        tokens = [
-            self._scored.get(request_id, -1) for request_id in self.runner.input_batch.req_ids
-        ]
+        request_ids = self.runner.input_batch.req_ids
+        tokens = [self._scored.get(request_id, -1) for request_id in request_ids]
         return to_device(torch.tensor(tokens), logits.device)
+
+
+def _take_rows(values: Tensor | None, rows: slice) -> Tensor | None:
+    return None if values is None else values[rows]
 
 
 def _sample(
@@ -161,6 +166,7 @@ def _sample(
     logits_BV = logits_BV.float()
     if temperature_B is not None:
         logits_BV = logits_BV / torch.where(temperature_B == 0, 1.0, temperature_B).unsqueeze(1)
+
     logprobs_BV = apply_top_k_top_p(logits_BV, top_k_B, top_p_B).log_softmax(-1)
     if uniforms_B is None:
         tokens_B = logprobs_BV.argmax(-1)

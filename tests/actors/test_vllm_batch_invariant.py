@@ -17,7 +17,7 @@ from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.types import SamplingParams, TrainingSample
 from tests.support.policies import prompts_of, random_model, small_spec
-from tests.support.served_engine import served_engine
+from tests.support.served_engine import serve_engine
 
 pytestmark = pytest.mark.medium
 
@@ -33,7 +33,7 @@ PROMPTS = prompts_of([5, 1, 40, 150, 33, 64])
 
 @pytest.fixture(scope="module")
 def generate(tmp_path_factory):
-    with served_engine(
+    with serve_engine(
         tmp_path_factory.mktemp("engine"), SPEC, max_num_seqs=64, dtype="bfloat16"
     ) as served:
         served.load(MODEL)

@@ -29,11 +29,11 @@ def test_head_dim_above_all_that_attention_supports_is_refused(monkeypatch):
     )
     backend.get_supported_head_sizes.return_value = [64, 128]
     monkeypatch.setattr(model, "get_attn_backend", Mock(return_value=backend))
-    assert model._kernel_head_dim(80) == 128
+    assert model._choose_kernel_head_dim(80) == 128
     with pytest.raises(
         ValueError, match=r"head_dim=160: must be at most 128, .* FLASH_ATTN supports"
     ):
-        model._kernel_head_dim(160)
+        model._choose_kernel_head_dim(160)
 
 
 @pytest.mark.parametrize(

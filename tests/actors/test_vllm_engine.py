@@ -23,7 +23,7 @@ from tests.support.policies import (
     tokens_of,
     writer,
 )
-from tests.support.served_engine import served_engine
+from tests.support.served_engine import serve_engine
 
 pytestmark = pytest.mark.medium
 
@@ -38,7 +38,7 @@ EXACT: dict[str, Any] = {"atol": 1e-4, "rtol": 0}
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    with served_engine(tmp_path_factory.mktemp("engine"), SPEC, ahead=True) as served:
+    with serve_engine(tmp_path_factory.mktemp("engine"), SPEC, ahead=True) as served:
         with pytest.raises(GeneratorError, match="no weights: a version must be pulled first"):
             served.generate(PROMPTS, max_tokens=1)
         yield served

@@ -1,4 +1,4 @@
-"""Start, failure, sleep and close of an engine; each test starts its own."""
+"""Start, sleep, close and failure of an engine; the tests of `cramped` share one and stand last."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from tests.support.policies import (
     tokens_of,
     writer,
 )
-from tests.support.served_engine import make_engine
+from tests.support.served_engine import Served, make_engine
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(120)]
 
@@ -94,39 +94,6 @@ def test_engine_starts_sleeps_and_ends_when_closed(tmp_path):
     torch.set_num_threads(threads)
 
 
-def test_preempted_requests_get_the_same_tokens_and_a_failed_step_fails_every_call(tmp_path):
-    spec = small_spec()
-    model = random_model(spec, seed=0)
-    # Room for 256 tokens, which one of these completions needs at its end.
-    engine = make_engine(tmp_path, spec, cpu_kv_cache_gib=9 / 2**15)
-    prompts = prompts_of([100, 5, 30])
-    sampling = SamplingParams(max_tokens=156, num_samples=4, seed=1)
-
-    async def life():
-        await engine.start()
-        await engine.update_weights(writer(model), version=1)
-        completions = await engine.generate(prompts, sampling=sampling)
-        engine._core.model.embed_tokens.weight.data = torch.ones(3)
-        calls = [engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=5)) for _ in range(2)]
-        failed = await asyncio.gather(*calls, return_exceptions=True)
-        for call in (
-            engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=5)),
-            engine.update_weights(writer(model), version=2),
-        ):
-            with pytest.raises(GeneratorError, match="of generator rank 0 failed"):
-                await call
-        await engine.close()
-        return completions, failed
-
-    completions, failed = asyncio.run(life())
-    assert tokens_of(completions) == tokens_of(generate(model, prompts, sampling=sampling))
-    for error in failed:
-        assert isinstance(error, GeneratorError)
-        assert str(error).startswith("the engine of generator rank 0 failed: RuntimeError: ")
-        assert isinstance(error.__cause__, RuntimeError)
-    assert engine_threads() == []
-
-
 def test_engine_that_cannot_start_leaves_nothing(tmp_path):
     spec = small_spec()
     engine = make_engine(tmp_path, spec, cpu_kv_cache_gib=1e6)
@@ -149,18 +116,59 @@ def test_sleep_that_is_not_allowed_is_refused(tmp_path):
         asyncio.run(engine.sleep())
 
 
-def test_window_of_config_json_that_the_family_ignores_hides_no_token(tmp_path):
-    spec = small_spec(family="llama")
-    model, sampling = random_model(spec, seed=0), SamplingParams(max_tokens=4, seed=1)
-    engine = make_engine(tmp_path, spec, max_num_seqs=8)
-    file = tmp_path / "assets-0" / "config.json"
+LLAMA = small_spec(family="llama")
+MODEL = random_model(LLAMA, seed=0)
+
+
+@pytest.fixture(scope="module")
+def cramped(tmp_path_factory):
+    """A family that ignores the window in config.json, with a cache for 256 tokens."""
+    folder = tmp_path_factory.mktemp("cramped")
+    engine = make_engine(folder, LLAMA, cpu_kv_cache_gib=9 / 2**15)
+    file = folder / "assets-0" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"sliding_window": 16}))
+    with asyncio.Runner() as runner:
+        runner.run(engine.start())
+        served = Served(runner, engine)
+        served.load(MODEL)
+        yield served
+        served.run(engine.close())
 
-    async def life():
-        await engine.start()
-        await engine.update_weights(writer(model), version=1)
-        completions = await engine.generate(PROMPTS, sampling=sampling)
+
+def test_preempted_requests_get_the_same_tokens(cramped):
+    prompts = prompts_of([100, 5, 30])
+    # The cache has room for a single one of these completions at its end.
+    sampling = SamplingParams(max_tokens=156, num_samples=4, seed=1)
+    completions = cramped.run(cramped.engine.generate(prompts, sampling=sampling))
+    assert tokens_of(completions) == tokens_of(generate(MODEL, prompts, sampling=sampling))
+
+
+def test_window_of_config_json_that_the_family_ignores_hides_no_token(cramped):
+    sampling = SamplingParams(max_tokens=4, seed=1)
+    completions = cramped.run(cramped.engine.generate(PROMPTS, sampling=sampling))
+    assert logprob_errors(MODEL, PROMPTS, completions, sampling).max() < 1e-4
+
+
+def test_failed_step_fails_every_call(cramped):
+    """The last test of this engine, which serves nothing afterwards."""
+    engine = cramped.engine
+    sampling = SamplingParams(max_tokens=5)
+
+    async def break_and_call():
+        engine._core.model.embed_tokens.weight.data = torch.ones(3)
+        calls = [engine.generate(PROMPTS, sampling=sampling) for _ in range(2)]
+        failed = await asyncio.gather(*calls, return_exceptions=True)
+        for call in (
+            engine.generate(PROMPTS, sampling=sampling),
+            engine.update_weights(writer(MODEL), version=2),
+        ):
+            with pytest.raises(GeneratorError, match="of generator rank 0 failed"):
+                await call
         await engine.close()
-        return completions
+        return failed
 
-    assert logprob_errors(model, PROMPTS, asyncio.run(life()), sampling).max() < 1e-4
+    for error in cramped.run(break_and_call()):
+        assert isinstance(error, GeneratorError)
+        assert str(error).startswith("the engine of generator rank 0 failed: RuntimeError: ")
+        assert isinstance(error.__cause__, RuntimeError)
+    assert engine_threads() == []

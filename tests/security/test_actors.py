@@ -22,7 +22,7 @@ from actors.launch import isolation, member
 from actors.launch.cleanup import free_port
 from actors.launch.isolation import forget_empty_secrets, isolate
 from actors.launch.placement import Placement
-from actors.vllm.compat import _ranks_store
+from actors.vllm.compat import _serve_ranks_store
 from rl import weights
 from rl.config import cli
 from rl.distributed.process_group import CommConfig, World, connect
@@ -266,7 +266,7 @@ def test_ranks_listen_on_the_master_address_only():
 
 def test_vllm_ranks_listen_on_the_master_address_only():
     world = World(rank=0, size=2, master_port=free_port())
-    with _ranks_store(world):
+    with _serve_ranks_store(world):
         url = f"tcp://{world.master_addr}:{world.master_port}?own=0"
         ranks = rendezvous(url, rank=0, world_size=2, timeout=timedelta(seconds=20))
         store, *_ = next(ranks)

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,20 +56,26 @@ MAX_WAIT_S, MAX_GROWTH_MB, SETTLE_S, END_S, CALL_S = 5.0, 100.0, 90.0, 60.0, 120
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
+    """Answers of the server to one kind of call."""
+
     statuses: Counter[int | str] = field(default_factory=Counter)
     """Calls by status; "closed" where the connection ended without an answer."""
     longest_s: float = 0.0
     num_told: int = 0
     """Answers that name what another key has."""
 
-    def row(self, name: str) -> str:
-        of = Counter({f"{status}"[0]: 0 for status in (200, 400, 500)})
-        for status, number in self.statuses.items():
-            of[f"{status}"[0]] += number
-        total = self.statuses.total()
-        return (
-            f"{name:26}{total:9}{of['2']:9}{of['4']:9}{of['5']:6}{of['c']:8}{self.longest_s:11.2f}"
-        )
+    def count(self, first: str) -> int:
+        """Return the number of calls whose status begins so: "2", "4", "5", "c" for closed."""
+        number = 0
+        for status, calls in self.statuses.items():
+            if f"{status}".startswith(first):
+                number += calls
+        return number
+
+    def format_row(self, name: str) -> str:
+        total, closed = self.statuses.total(), self.count("c")
+        by_status = f"{self.count('2'):9}{self.count('4'):9}{self.count('5'):6}{closed:8}"
+        return f"{name:26}{total:9}{by_status}{self.longest_s:11.2f}"
 
 
 class Client:
@@ -97,37 +103,39 @@ class Client:
         tally.longest_s = max(tally.longest_s, time.monotonic() - began)
         return status, content
 
-    async def done(self, path: str, body: Any, *, key: str, kind: str) -> bytes:
-        """Make a call that has to succeed, repeated as the official client does; return its result,
-        if it has one.
+    async def call_and_wait(self, path: str, body: Any, *, key: str, kind: str) -> bytes:
+        """Make a call that has to succeed, repeated as the official client does.
+
+        Return its result, or its answer if it has none.
         """
         is_json = isinstance(body, dict)
-        made = Call(
+        call = Call(
             path=path,
             body=json.dumps(body).encode() if is_json else body.SerializeToString(),
             content_type="application/json" if is_json else PROTOBUF,
             key=key,
         )
-        content = await self._repeated(kind, made)
+        content = await self._repeat(kind, call)
         request_id = json.loads(content).get("request_id")
         if request_id is None:
             return content
         asked = json.dumps({"request_id": request_id}).encode()
-        return await self._repeated(kind, Call(path="retrieve_future", body=asked, key=key))
+        return await self._repeat(kind, Call(path="retrieve_future", body=asked, key=key))
 
-    async def _repeated(self, kind: str, call: Call) -> bytes:
+    async def _repeat(self, kind: str, call: Call) -> bytes:
         async with asyncio.timeout(CALL_S):
             while True:
                 status, content = await self.call(kind, call)
                 if status == 200:
                     return content
+                # The server refuses for a while, or has no result yet: the official client repeats.
                 if status not in (408, 429, "closed"):
                     raise RuntimeError(f"{call.path}: {status} {content[:300]!r}")
                 await asyncio.sleep(0.05)
 
 
 @contextlib.asynccontextmanager
-async def started(
+async def start_server(
     folder: Path, keys: Sequence[str], *, config: str
 ) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
     """Start a server with the usual limit on open files; yield it and its address."""
@@ -137,6 +145,7 @@ async def started(
     command = [sys.executable, "-m", "rl.tinker.server", "--config", config, "--port", "0"]
     command += ["--storage_folder", str(folder / "storage"), "--keys_file", str(file), *OPTIONS]
 
+    # More would hide what connections without an end of their headers do to a usual server.
     def limit_files() -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_OPEN_FILES, hard))
@@ -154,6 +163,7 @@ async def started(
             raise RuntimeError(f"the server did not start: {folder}/server.log")
         yield process, line.split()[-1]
     finally:
+        # Also after the signal to end: a server that hangs must not outlive the attack.
         process.kill()
         process.wait()
         process.stdout.close()
@@ -162,49 +172,48 @@ async def started(
 async def set_up(client: Client, key: str) -> Ids:
     """Create a session with a trained model, a checkpoint and a sampler."""
 
-    async def done(path: str, body: Any) -> bytes:
-        return await client.done(path, body, key=key, kind="set-up")
+    async def call(path: str, body: Any) -> bytes:
+        return await client.call_and_wait(path, body, key=key, kind="set-up")
 
-    session = json.loads(
-        await done("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "1"})
-    )
-    session_id = session["session_id"]
+    about = {"tags": [], "user_metadata": {}, "sdk_version": "1"}
+    session_id = json.loads(await call("create_session", about))["session_id"]
     model = {
         "session_id": session_id,
         "model_seq_id": 0,
         "base_model": "tiny",
         "lora_config": {"rank": 8},
     }
-    model_id = json.loads(await done("create_model", model))["model_id"]
-    await done("forward_backward", gradient(model_id, 1))
-    await done("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": {}})
-    saved = json.loads(
-        await done("save_weights", {"model_id": model_id, "seq_id": 3, "path": "own"})
-    )
-    to_sample = {"model_id": model_id, "seq_id": 4, "path": "own"}
-    sampled = json.loads(await done("save_weights_for_sampler", to_sample))
+    model_id = json.loads(await call("create_model", model))["model_id"]
+    await call("forward_backward", gradient(model_id, 1))
+    await call("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": {}})
+
+    to_save = {"model_id": model_id, "seq_id": 3, "path": "own"}
+    checkpoint = json.loads(await call("save_weights", to_save))
+    to_save = {"model_id": model_id, "seq_id": 4, "path": "own"}
+    sampler_checkpoint = json.loads(await call("save_weights_for_sampler", to_save))
+
     source = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
-    sampler_id = json.loads(await done("create_sampling_session", source))["sampling_session_id"]
-    await done("asample", sample(sampler_id, 0))
+    sampler_id = json.loads(await call("create_sampling_session", source))["sampling_session_id"]
+    await call("asample", sample(sampler_id, 0))
+
     return Ids(
         session_id=session_id,
         sampler_id=sampler_id,
         model_id=model_id,
         request_id=f"{model_id}:3",
-        checkpoint=saved["path"],
-        sampler_checkpoint=sampled["path"],
+        checkpoint=checkpoint["path"],
+        sampler_checkpoint=sampler_checkpoint["path"],
     )
 
 
-async def well_behaved(client: Client, ids: Ids, key: str, waits_s: list[float]) -> None:
+async def behave_well(client: Client, ids: Ids, key: str, waits_s: list[float]) -> None:
     """Sample one token after another, and note how long each took."""
     for seq_id in range(1, 10**9):
         began = time.monotonic()
         try:
-            await client.done(
-                "asample", sample(ids.sampler_id, seq_id), key=key, kind="the other key's sample"
-            )
-        finally:  # also of the last one, which the end of the attack may cut short
+            body = sample(ids.sampler_id, seq_id)
+            await client.call_and_wait("asample", body, key=key, kind="the other key's sample")
+        finally:  # Also of the last sample, which the end of the attack may cut short.
             waits_s.append(time.monotonic() - began)
         await asyncio.sleep(0.2)
 
@@ -213,23 +222,27 @@ async def sample_long(client: Client, ids: Ids, key: str, number: int) -> None:
     for seq_id in range(number, 10**9, 100):
         with contextlib.suppress(RuntimeError, TimeoutError):
             body = sample(ids.sampler_id, 10**6 + seq_id, **LONG)
-            await client.done("asample", body, key=key, kind="long samples")
+            await client.call_and_wait("asample", body, key=key, kind="long samples")
 
 
 async def sample_longest(client: Client, ids: Ids, key: str) -> None:
     for number in range(NUM_LONGEST):
         with contextlib.suppress(RuntimeError, TimeoutError):
             body = sample(ids.sampler_id, 2 * 10**6 + number, **LONGEST)
-            await client.done("asample", body, key=key, kind="longest samples")
+            await client.call_and_wait("asample", body, key=key, kind="longest samples")
 
 
 def memory_mb(pid: int, name: str = "VmRSS") -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1000 for line in lines if line.startswith(f"{name}:"))
+    """Return a field of the process's status in MB: memory now, or with VmHWM its peak."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) / 1000
+    raise ValueError(f"/proc/{pid}/status has no {name}")
 
 
 async def load(client: Client, attackers: Sequence[Attacker], *, requests: int) -> None:
     """Send the attackers' calls, some dozens at a time."""
+    # A single iterator: the workers together send as many calls as were asked for.
     remaining = iter(range(requests))
 
     async def work(attacker: Attacker) -> None:
@@ -250,6 +263,7 @@ async def attack(
     """Make the whole attack, print its table, and return what was measured."""
     tallies: defaultdict[str, Tally] = defaultdict(Tally)
     waits_s: list[float] = []
+    # No limit: the client must not hold back connections that the server has to bear.
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=CALL_S)
     async with aiohttp.ClientSession(
@@ -257,63 +271,77 @@ async def attack(
     ) as http:
         client = Client(http, tallies)
         *bad, good = [await set_up(client, key) for key in keys]
+
+        # Alone, before the attack: the good key may have to wait for such a sample.
         began = time.monotonic()
-        await client.done(
-            "asample", sample(bad[0].sampler_id, 1, **LONG), key=keys[0], kind="set-up"
-        )
+        long_sample = sample(bad[0].sampler_id, 1, **LONG)
+        await client.call_and_wait("asample", long_sample, key=keys[0], kind="set-up")
         long_sample_s, before_mb = time.monotonic() - began, memory_mb(pid)
-        attackers = [
-            Attacker(key=key, own=own, foreign=good, seed=seed + number)
-            for number, (key, own) in enumerate(zip(keys, bad, strict=False))
-        ]
-        others = [asyncio.create_task(well_behaved(client, good, keys[-1], waits_s))]
-        for key, own in zip(keys, bad, strict=False):
-            others.append(asyncio.create_task(sample_longest(client, own, key)))
-        for number in range(LONG_SAMPLES):
-            others += [
-                asyncio.create_task(sample_long(client, own, key, number))
-                for key, own in zip(keys, bad, strict=False)
-            ]
+
+        # Not strict here and below: the last of the keys is the good key.
+        attackers: list[Attacker] = []
+        for number, (key, own) in enumerate(zip(keys, bad, strict=False)):
+            attackers.append(Attacker(key=key, own=own, foreign=good, seed=seed + number))
+        others = [asyncio.create_task(behave_well(client, good, keys[-1], waits_s))]
+        others += start_abuse(client, keys, bad)
+
         began = time.monotonic()
         await load(client, attackers, requests=requests)
         seconds = time.monotonic() - began
-        ended = [
-            error for task in others if task.done() and (error := task.exception()) is not None
-        ]
+
+        # All of them run until they are cancelled or have sent all; an error is a finding.
+        errors: list[str] = []
+        for task in others:
+            if task.done() and task.exception() is not None:
+                errors.append(repr(task.exception()))
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
         peak_mb = memory_mb(pid, "VmHWM")
-        after_mb = await settled_mb(pid, most=before_mb + MAX_GROWTH_MB)
-    print(f"{'calls':26}{'number':>9}{'2xx':>9}{'4xx':>9}{'5xx':>6}{'closed':>8}{'longest s':>11}")
-    for name, tally in sorted(tallies.items()):
-        print(tally.row(name))
-    errors = sum(
-        n for one in tallies.values() for status, n in one.statuses.items() if f"{status}"[0] == "5"
-    )
-    reached = sum(n for status, n in tallies[FOREIGN].statuses.items() if f"{status}"[0] == "2")
-    told = sum(one.num_told for one in tallies.values())
+        after_mb = await wait_for_memory(pid, most=before_mb + MAX_GROWTH_MB)
+
+    print_table(tallies)
     return {
         "requests": requests,
         "seconds": round(seconds, 1),
-        "answered_5xx": errors,
-        "reached_of_another_key": reached,
-        "told_of_another_key": told,
+        "answered_5xx": sum(tally.count("5") for tally in tallies.values()),
+        "reached_of_another_key": tallies[FOREIGN].count("2"),
+        "told_of_another_key": sum(tally.num_told for tally in tallies.values()),
         "samples_of_the_other_key": len(waits_s),
         "longest_wait_s": round(max(waits_s, default=CALL_S), 2),
         "long_sample_s": round(long_sample_s, 2),
         "memory_mb": {"before": round(before_mb), "peak": round(peak_mb), "after": round(after_mb)},
-        "failed": [repr(error) for error in ended],
+        "failed": errors,
     }
 
 
-async def settled_mb(pid: int, *, most: float) -> float:
-    """Wait until sessions and results have expired and the memory is down; return it in any case at
-    the deadline.
-    """
+def start_abuse(
+    client: Client, keys: Sequence[str], bad: Sequence[Ids]
+) -> list[asyncio.Task[None]]:
+    """Start the large samples of the bad keys."""
+    tasks = []
+    for key, own in zip(keys, bad, strict=False):
+        tasks.append(asyncio.create_task(sample_longest(client, own, key)))
+    for number in range(LONG_SAMPLES):
+        for key, own in zip(keys, bad, strict=False):
+            tasks.append(asyncio.create_task(sample_long(client, own, key, number)))
+    return tasks
+
+
+def print_table(tallies: Mapping[str, Tally]) -> None:
+    print(f"{'calls':26}{'number':>9}{'2xx':>9}{'4xx':>9}{'5xx':>6}{'closed':>8}{'longest s':>11}")
+    for name, tally in sorted(tallies.items()):
+        print(tally.format_row(name))
+
+
+async def wait_for_memory(pid: int, *, most: float) -> float:
+    """Wait, up to a deadline, until sessions and results have expired; return the memory in MB."""
     deadline = time.monotonic() + SETTLE_S
-    while (now_mb := memory_mb(pid)) > most and time.monotonic() < deadline:
+    now_mb = memory_mb(pid)
+    while now_mb > most and time.monotonic() < deadline:
         await asyncio.sleep(1.0)
+        now_mb = memory_mb(pid)
     return now_mb
 
 
@@ -333,30 +361,37 @@ async def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     shutil.rmtree(args.folder, ignore_errors=True)
     args.folder.mkdir(parents=True)
+
+    # Each connection is an open file, here as in the server.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     keys = ["tml-" + secrets.token_hex(16) for _ in range(3)]
-    async with started(args.folder, keys, config=args.config) as (process, url):
+
+    async with start_server(args.folder, keys, config=args.config) as (process, url):
         requests = 2000 if args.quick else args.requests
-        found = await attack(url, process.pid, keys, requests=requests, seed=args.seed)
+        result = await attack(url, process.pid, keys, requests=requests, seed=args.seed)
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(process.wait, END_S)
-        found["exit_status"] = process.poll()
+        result["exit_status"] = process.poll()
+
     log = (args.folder / "server.log").read_text()
-    found["log_bytes"], found["tracebacks"] = len(log), sum(map(log.count, FAULTS))
-    memory = found["memory_mb"]
-    found["passed"] = (
+    result["log_bytes"], result["tracebacks"] = len(log), sum(map(log.count, FAULTS))
+
+    memory = result["memory_mb"]
+    result["passed"] = (
         not (
-            found["answered_5xx"] or found["reached_of_another_key"] or found["told_of_another_key"]
+            result["answered_5xx"]
+            or result["reached_of_another_key"]
+            or result["told_of_another_key"]
         )
-        and not (found["failed"] or found["tracebacks"])
-        and found["exit_status"] == 0
-        and found["longest_wait_s"] <= MAX_WAIT_S + found["long_sample_s"]
+        and not (result["failed"] or result["tracebacks"])
+        and result["exit_status"] == 0
+        and result["longest_wait_s"] <= MAX_WAIT_S + result["long_sample_s"]
         and memory["after"] - memory["before"] <= MAX_GROWTH_MB
     )
-    print(json.dumps(found))
-    return 0 if found["passed"] else 1
+    print(json.dumps(result))
+    return 0 if result["passed"] else 1
 
 
 if __name__ == "__main__":
