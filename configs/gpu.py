@@ -1,6 +1,6 @@
 """Qwen3 on the GPUs that people have: the half of a config that does not depend on the task.
 
-    qwen3_8b = _on(gpu.QWEN3_8B)    # in a task's module, whose `_on` hands task and lengths to `gpu.config`
+    qwen3_8b = _on(gpu.QWEN3_8B)  # in a task's module, whose `_on` calls `gpu.config`
 
 Where trainer and generators share GPUs they take turns (`launch.share_gpus`). Where each has GPUs
 of its own, generation is a step ahead of training.

@@ -142,8 +142,8 @@ class DecoderAdapter:
             },
         )
         num_layers = read_field(hf, "num_hidden_layers", int)
-        window, global_layers = cls.windows_from_hf(hf, num_layers)
-        rope = rope_from_hf(hf)
+        window, global_layers = cls.read_windows(hf, num_layers)
+        rope = read_rope(hf)
         dim, num_heads = (
             read_field(hf, "hidden_size", int),
             read_field(hf, "num_attention_heads", int),
@@ -175,7 +175,7 @@ class DecoderAdapter:
         return {"attention_bias": read_field(hf, "attention_bias", bool, False)}
 
     @classmethod
-    def windows_from_hf(
+    def read_windows(
         cls, hf: dict[str, Any], num_layers: int
     ) -> tuple[int | None, tuple[int, ...]]:
         """Return the sliding window, or None, and the layers without one."""
@@ -245,26 +245,28 @@ class DecoderAdapter:
         return (
             tensors[0]
             if len(tensors) == 1
-            else self.fused(tensors, num_groups=self._groups_of(name))
+            else self.join_groups(tensors, num_groups=self._count_groups(name))
         )
 
     def to_hf(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the Hugging Face tensors of the parameter."""
         _, module, _ = split_name(name)
         shares = {_QKV: (self.group_size, 1, 1), _GATE_UP: (1, 1)}.get(module)
-        groups = self._groups_of(name)
-        parts = [tensor] if shares is None else self.parted(tensor, shares, num_groups=groups)
+        groups = self._count_groups(name)
+        parts = [tensor] if shares is None else self.split_groups(tensor, shares, num_groups=groups)
         return dict(zip(self.hf_names(name), parts, strict=True))
 
-    def _groups_of(self, name: str) -> int:
+    def _count_groups(self, name: str) -> int:
         return self.num_kv_heads if _QKV in name else self.num_groups
 
-    def fused(self, tensors: Sequence[Tensor], *, num_groups: int) -> Tensor:
+    def join_groups(self, tensors: Sequence[Tensor], *, num_groups: int) -> Tensor:
         """Return the rows of all tensors, ordered by group."""
         return torch.cat([x.unflatten(0, (num_groups, -1)) for x in tensors], dim=1).flatten(0, 1)
 
-    def parted(self, tensor: Tensor, shares: Sequence[int], *, num_groups: int) -> list[Tensor]:
-        """Return the tensors that `fused` joined, given the ratios of their numbers of rows."""
+    def split_groups(
+        self, tensor: Tensor, shares: Sequence[int], *, num_groups: int
+    ) -> list[Tensor]:
+        """Return the tensors that `join_groups` joined, given the ratios of their numbers of rows."""
         groups = tensor.unflatten(0, (num_groups, sum(shares), -1))
         return [part.flatten(0, 2) for part in groups.split(list(shares), dim=1)]
 
@@ -294,15 +296,15 @@ class DecoderAdapter:
             "use_cache": True,
             # transformers 5 reads the first field, transformers 4 the others; without them
             # transformers 4 would silently use another base.
-            "rope_parameters": hf_rope(config.rope),
+            "rope_parameters": describe_rope(config.rope),
             "rope_theta": config.rope.theta,
-            "rope_scaling": None if config.rope.scaling is None else hf_rope(config.rope),
+            "rope_scaling": None if config.rope.scaling is None else describe_rope(config.rope),
         }
         if isinstance(config.block.feed_forward, FeedForward.Config):
             content["intermediate_size"] = config.block.feed_forward.hidden_dim
             content["mlp_bias"] = config.block.feed_forward.bias
         if config.window is not None:
-            windows = map(config.window_of, range(config.num_layers))
+            windows = map(config.get_window, range(config.num_layers))
             content["layer_types"] = [GLOBAL if window is None else LOCAL for window in windows]
         return content
 
@@ -329,7 +331,7 @@ def refuse_other_values(hf: dict[str, Any], valid: dict[str, tuple[Any, ...]]) -
             )
 
 
-def rope_from_hf(hf: dict[str, Any]) -> RoPE.Config:
+def read_rope(hf: dict[str, Any]) -> RoPE.Config:
     """Read `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (transformers
     4).
 
@@ -340,14 +342,14 @@ def rope_from_hf(hf: dict[str, Any]) -> RoPE.Config:
     names = [name for name in ("rope_parameters", "rope_scaling") if hf.get(name)] or [
         "rope_parameters"
     ]
-    found = [_rope_at(hf, name) for name in names]
+    found = [_read_rope_at(hf, name) for name in names]
     if found[0] != found[-1]:  # Versions of transformers do not agree which of the two counts.
         values = " and ".join(f"{name}={hf[name]!r}" for name in names)
         raise ValueError(f"config.json: {values} differ: must be the same, or one of them null")
     return found[0]
 
 
-def _rope_at(hf: dict[str, Any], name: str) -> RoPE.Config:
+def _read_rope_at(hf: dict[str, Any], name: str) -> RoPE.Config:
     given = hf.get(name) or {}
     if not isinstance(given, dict):
         raise ValueError(f"config.json: {name}={given!r}: must be an object")
@@ -390,7 +392,7 @@ def _rope_at(hf: dict[str, Any], name: str) -> RoPE.Config:
     )
 
 
-def hf_rope(rope: RoPE.Config) -> dict[str, Any]:
+def describe_rope(rope: RoPE.Config) -> dict[str, Any]:
     """Return the `rope_parameters` of a `config.json`."""
     scaling = rope.scaling
     kept = {} if scaling is None else {k: v for k, v in asdict(scaling).items() if v is not None}

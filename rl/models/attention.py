@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from rl.distributed.collectives import GatherToUse
 from rl.distributed.context_parallel import ContextParallel, joined_ranges
-from rl.models.attention_grid import attend, grids_of
-from rl.models.compat import VARLEN_TAKES_GROUPED_HEADS, efficient_varlen_attention
+from rl.models.attention_grid import attend, build_grids
+from rl.models.compat import VARLEN_TAKES_GROUPED_HEADS, attend_varlen
 from rl.utils.tensor_memory import to_device
 
 MAX_PADDED_KEYS = 20_000
@@ -139,9 +139,7 @@ class SequenceLayout:
         return replace(self, **moved)
 
 
-def keys_of_all_ranks(
-    k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout
-) -> tuple[Tensor, Tensor]:
+def gather_keys(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
     """Return the keys and values that `layout.key_rows` counts."""
     if (context := layout.context) is None:
         return k_tKD, v_tKD
@@ -152,11 +150,11 @@ def keys_of_all_ranks(
     return k, v
 
 
-def keys_and_values(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+def select_keys(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
     """Return the keys and values that this rank's tokens see, segment by segment, [N, K, D]
     each.
     """
-    rows, keys = layout.key_rows, keys_of_all_ranks(k_tKD, v_tKD, layout)
+    rows, keys = layout.key_rows, gather_keys(k_tKD, v_tKD, layout)
     if rows is None:
         return keys
     if layout.context is not None or not k_tKD.requires_grad:
@@ -197,17 +195,17 @@ class PackedAttention(nn.Module):
         """Return [t, H, D]."""
         in_half = q_tHD.dtype in (torch.bfloat16, torch.float16)
         if not q_tHD.is_cuda or not (in_half or self.window is None):
-            k_nKD, v_nKD = keys_of_all_ranks(k_tKD, v_tKD, layout)
+            k_nKD, v_nKD = gather_keys(k_tKD, v_tKD, layout)
             out_tHD: Tensor = self.by_segment(q_tHD, k_nKD, v_nKD, layout)
             return out_tHD
-        k_NKD, v_NKD = keys_and_values(k_tKD, v_tKD, layout)
+        k_NKD, v_NKD = select_keys(k_tKD, v_tKD, layout)
         repeat = q_tHD.size(1) // k_NKD.size(1)
         if repeat > 1 and not (in_half and VARLEN_TAKES_GROUPED_HEADS):
             k_NKD, v_NKD = (x.repeat_interleave(repeat, dim=1) for x in (k_NKD, v_NKD))
         offsets = layout.query_offsets, layout.key_offsets
         lengths = layout.max_queries, layout.max_keys
         if not in_half:
-            return efficient_varlen_attention(q_tHD, k_NKD, v_NKD, *offsets, *lengths)
+            return attend_varlen(q_tHD, k_NKD, v_NKD, *offsets, *lengths)
         from torch.nn.attention.varlen import varlen_attn
 
         window = (-1 if self.window is None else self.window - 1, 0)
@@ -260,8 +258,8 @@ class AttentionBySegment(nn.Module):
         window = layout.max_keys if self.window is None else min(self.window, layout.max_keys)
         keys_fit = window * k_nKD[0].numel() <= MAX_PADDED_KEYS
         if layout.max_queries == 1 and len(q_tHD) == len(layout.num_queries) and keys_fit:
-            return self._of_single_queries(q_tHD, k_nKD, v_nKD, layout, window)
-        grids = grids_of(
+            return self._attend_single_queries(q_tHD, k_nKD, v_nKD, layout, window)
+        grids = build_grids(
             layout.num_queries,
             layout.num_keys,
             layout.key_rows,
@@ -273,7 +271,7 @@ class AttentionBySegment(nn.Module):
         )
         return attend(q_tHD, k_nKD, v_nKD, grids)
 
-    def _of_single_queries(
+    def _attend_single_queries(
         self, q_SHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, layout: SequenceLayout, window: int
     ) -> Tensor:
         """Return [S, H, D] for segments of one query, whose last `window` keys are padded to one

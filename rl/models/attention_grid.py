@@ -57,7 +57,7 @@ class Grids:
 
 
 @lru_cache(maxsize=4)
-def grids_of(
+def build_grids(
     num_queries: tuple[int, ...],
     num_keys: tuple[int, ...],
     shared_rows: Tensor | None,
@@ -82,7 +82,7 @@ def grids_of(
     queries, keys = (torch.tensor([0, *sizes]).cumsum(0) for sizes in (num_queries, num_keys))
     heads_KG1 = torch.arange(num_kv_heads * group_size).view(num_kv_heads, group_size, 1)
     all_query_rows, all_key_rows, is_real = [], [], []
-    for members in _similar(num_queries, widths):
+    for members in _group_similar(num_queries, widths):
         lengths_B1, widths_B1 = (
             torch.tensor([sizes[s] for s in members])[:, None] for sizes in (num_queries, widths)
         )
@@ -97,7 +97,7 @@ def grids_of(
             (key_rows_BN[:, None] * num_kv_heads + heads_KG1[:, 0] // group_size).flatten()
         )
         is_real.append((rows_L < lengths_B1)[:, None, None].expand_as(query_rows).flatten())
-        bias = _bias(lengths_B1, widths_B1, window=window, group_size=group_size)
+        bias = _build_bias(lengths_B1, widths_B1, window=window, group_size=group_size)
         bias = None if bias is None else bias.to(device, dtype)
         grids.append(Grid(len(members), len(rows_L), len(rows_N), bias))
     query_rows, is_real_Q = torch.cat(all_query_rows), torch.cat(is_real)
@@ -112,7 +112,7 @@ def grids_of(
     )
 
 
-def _similar(num_queries: Sequence[int], num_keys: Sequence[int]) -> list[list[int]]:
+def _group_similar(num_queries: Sequence[int], num_keys: Sequence[int]) -> list[list[int]]:
     """Divide the segments into groups with little padding."""
     groups: list[list[int]] = []
     longest = scores = 0
@@ -127,7 +127,7 @@ def _similar(num_queries: Sequence[int], num_keys: Sequence[int]) -> list[list[i
     return groups
 
 
-def _bias(
+def _build_bias(
     lengths_B1: Tensor, widths_B1: Tensor, *, window: int | None, group_size: int
 ) -> Tensor | None:
     """Return `Grid.bias`. The last query of a segment sees its last key, the one before all but

@@ -15,7 +15,7 @@ FP8 = "F8_E4M3"
 """Dtype of such weights in a safetensors header."""
 
 
-def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+def read_fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return rows and columns of a block, or None without a quantization; raise ValueError for
     others.
     """
@@ -78,7 +78,7 @@ def check_scales(
             )
 
 
-def dequantized(weight_RC: Tensor, scales: Tensor, *, block: tuple[int, int]) -> Tensor:
+def dequantize(weight_RC: Tensor, scales: Tensor, *, block: tuple[int, int]) -> Tensor:
     """Return a weight of R rows and C columns in float32, given the scale of each block."""
     num_rows, num_columns = weight_RC.shape
     by_column = scales.to(torch.float32).repeat_interleave(block[1], dim=1)[:, :num_columns]

@@ -12,7 +12,7 @@ _CAUSAL_FROM_LAST = 2
 """The last query sees the last key (`torch.nn.attention.bias.CausalVariant.LOWER_RIGHT`)."""
 
 
-def efficient_varlen_attention(
+def attend_varlen(
     q_tHD: Tensor,
     k_NHD: Tensor,
     v_NHD: Tensor,

@@ -87,7 +87,7 @@ class ModelConverter(Configurable):
     def post_optimizer_hook(self, model: nn.Module) -> None:
         """React to an optimizer step; called on every rank."""
 
-    def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
+    def compute_plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
         """Return the plain model's value of a parameter in the layout of `tensor`; collective."""
         return tensor
 
@@ -108,7 +108,7 @@ class ModelConverters:
         """
         self.members: list[ModelConverter] = []
         for config in configs:
-            with _numbered(len(self.members)):
+            with _add_position(len(self.members)):
                 self.members.append(config.build(spec=spec, degrees=degrees, device=device))
         self.plain_names: tuple[str, ...] = ()
         """Parameters of the plain model, in order."""
@@ -124,7 +124,7 @@ class ModelConverters:
         before = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.plain_names, self.plain_buffers = tuple(before), tuple(persistent_buffers(model))
         for number, member in enumerate(self.members):
-            with _numbered(number):
+            with _add_position(number):
                 member.convert(model)
                 after = {name: parameter.shape for name, parameter in model.named_parameters()}
                 for name, shape in before.items():
@@ -157,12 +157,12 @@ class ModelConverters:
         for name in (name for name in self.plain_names if name in parameters):
             tensor = parameters[name].detach()
             for member in reversed(self.members):
-                tensor = member.plain_tensor(name, tensor)
+                tensor = member.compute_plain_tensor(name, tensor)
             yield name, tensor
 
 
 @contextmanager
-def _numbered(number: int) -> Iterator[None]:
+def _add_position(number: int) -> Iterator[None]:
     """Prefix a ValueError with the converter's position in the config."""
     try:
         yield

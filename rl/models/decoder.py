@@ -175,7 +175,7 @@ class Elsewhere(nn.Module):
         return x_TE
 
 
-def _packed_attention(layer: int, window: int | None) -> nn.Module:
+def _build_packed_attention(layer: int, window: int | None) -> nn.Module:
     return PackedAttention(window=window)
 
 
@@ -210,7 +210,7 @@ class Decoder(Configurable, nn.Module):
         local_rope: RoPE.Config | None = None
         """Positions of the layers with a window; None: as of the others."""
 
-        def window_of(self, layer: int) -> int | None:
+        def get_window(self, layer: int) -> int | None:
             """Return the window of a layer."""
             return None if layer in self.global_layers else self.window
 
@@ -232,7 +232,7 @@ class Decoder(Configurable, nn.Module):
         self,
         *,
         config: Config,
-        core_attention: Callable[[int, int | None], nn.Module] = _packed_attention,
+        core_attention: Callable[[int, int | None], nn.Module] = _build_packed_attention,
     ) -> None:
         """Build the model; `core_attention(layer, window)` makes the attention between that layer's
         projections.
@@ -246,7 +246,7 @@ class Decoder(Configurable, nn.Module):
         self.local_rope = None if local is None else local.build(head_dim=head_dim)
         self.layers = nn.ModuleList(
             config.block.build(
-                dim=config.dim, norm=config.build_norm, core=core_attention(i, config.window_of(i))
+                dim=config.dim, norm=config.build_norm, core=core_attention(i, config.get_window(i))
             )
             for i in range(config.num_layers)
         )
@@ -263,7 +263,7 @@ class Decoder(Configurable, nn.Module):
     def head_weight(self) -> Tensor:
         """Weight of the output head with its adapter, [V, E]."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return weight if self.lm_head_lora is None else self.lm_head_lora.merged(weight)
+        return weight if self.lm_head_lora is None else self.lm_head_lora.merge(weight)
 
     def forward(
         self,
@@ -288,7 +288,7 @@ class Decoder(Configurable, nn.Module):
             local = self.tables(self.local_rope, positions, dtype=x_TE.dtype)
         for i, layer in enumerate(self.layers):
             x_TE = layer(
-                x_TE, *(rotation if self.config.window_of(i) is None else local), sequences
+                x_TE, *(rotation if self.config.get_window(i) is None else local), sequences
             )
         hidden_TE = x_TE if isinstance(self.norm, Elsewhere) else self.normed(x_TE)
         return hidden_TE if head is None else head(*self.head_inputs(hidden_TE))

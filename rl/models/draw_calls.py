@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.models.generate import CompletionRequest, DivergedWeightsError, Drawing, completion_requests
+from rl.models.generate import CompletionRequest, DivergedWeightsError, Drawing, build_requests
 from rl.models.sampling import spells_any
 from rl.models.spec import ModelSpec
 from rl.models.tokenizer import open_tokenizer
@@ -42,7 +42,7 @@ class DrawCall:
         return 0 if self.group is None else self.group.drawing.num_tokens
 
     @property
-    def drawn_alike(self) -> tuple[float, ...]:
+    def shared_settings(self) -> tuple[float, ...]:
         """Settings that calls have in common if they are answered together."""
         return self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
 
@@ -90,7 +90,7 @@ class DrawCalls:
             return bool(texts) and spells_any(texts, tokens, tokenizer=self._tokenizer)
 
         context = self._spec.model.rope.max_positions
-        requests = completion_requests(prompts, sampling=sampling, context=context, ends=ends)
+        requests = build_requests(prompts, sampling=sampling, context=context, ends=ends)
         num_tokens = sum(map(len, prompts))
         return DrawCall(
             sampling=sampling, requests=requests, num_tokens=num_tokens, cancelled=cancelled
@@ -112,7 +112,7 @@ class DrawCalls:
             num_sequences += len(other.requests)
             num_tokens += other.num_tokens
             has_room = num_sequences <= MAX_SEQUENCES and num_tokens <= self._max_tokens
-            if has_room and other.drawn_alike == first.drawn_alike:
+            if has_room and other.shared_settings == first.shared_settings:
                 calls.append(other)
         requests = [request for one in calls for request in one.requests]
         group = SharedDrawing(calls=calls, drawing=Drawing(requests, sampling=first.sampling))

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from rl.distributed.mesh import Degrees
 from rl.distributed.sharding import unwrapped
 from rl.models.converter import ModelConverter
-from rl.models.moe import GroupedExperts, grouped_linear, slices
+from rl.models.moe import GroupedExperts, grouped_linear, slice_groups
 from rl.models.spec import ModelSpec
 
 MULTIPLE = 16
@@ -98,7 +98,7 @@ class Float8(ModelConverter):
         """
         torchao = import_module("torchao.float8")
         linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-        chosen = self._chosen(linears)
+        chosen = self._choose_layers(linears)
         for name in chosen:
             self._check_layer(name, linears[name])
         settings = replace(
@@ -118,10 +118,10 @@ class Float8(ModelConverter):
         if self.config.precompute_float8_dynamic_scale_for_fsdp:
             import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)
 
-    def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
+    def compute_plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
         return unwrapped(tensor)
 
-    def _chosen(self, linears: dict[str, nn.Linear]) -> list[str]:
+    def _choose_layers(self, linears: dict[str, nn.Linear]) -> list[str]:
         """Return the layers to convert, in the model's order."""
         for part in self.config.filter_fqns:
             if not any(part in name for name in linears):
@@ -216,11 +216,11 @@ class Float8GroupedMM(ModelConverter):
         for name, module in experts.items():
             if any(part in name for part in self.config.fqns):
                 module.product = (
-                    emulated_grouped_linear if self.config.emulate else float8_grouped_linear
+                    emulate_groups_in_float8 if self.config.emulate else multiply_groups_in_float8
                 )
 
 
-def float8_grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
+def multiply_groups_in_float8(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
     """Return `grouped_linear` in float8, by torchao's kernels on a GPU, which have results in
     bfloat16.
 
@@ -250,7 +250,7 @@ def float8_grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> T
     return selected
 
 
-def emulated_grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
+def emulate_groups_in_float8(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
     """Return `grouped_linear` of factors rounded to float8; the gradients are such products too."""
     product: Tensor = _EmulatedGroupedLinear.apply(x_SE, weight_NFE, ends_N)
     return product
@@ -260,7 +260,9 @@ class _EmulatedGroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
         ctx.save_for_backward(x_SE, weight_NFE, ends_N)
-        return grouped_linear(_rounded(x_SE, dim=1), _rounded(weight_NFE, dim=2), ends_N)
+        return grouped_linear(
+            _round_to_float8(x_SE, dim=1), _round_to_float8(weight_NFE, dim=2), ends_N
+        )
 
     @staticmethod
     @once_differentiable
@@ -269,18 +271,18 @@ class _EmulatedGroupedLinear(torch.autograd.Function):
         wants_x, wants_weight, _ = ctx.needs_input_grad
         grad_x = grad_weight = None
         if wants_x:
-            weight_NEF = _rounded(weight_NFE, dim=1).transpose(1, 2)
-            grad_x = grouped_linear(_rounded(grad_SF, dim=1), weight_NEF, ends_N)
+            weight_NEF = _round_to_float8(weight_NFE, dim=1).transpose(1, 2)
+            grad_x = grouped_linear(_round_to_float8(grad_SF, dim=1), weight_NEF, ends_N)
         if wants_weight:
             grad_weight = torch.zeros_like(weight_NFE)
-            for n, rows in enumerate(slices(ends_N.tolist())):
+            for n, rows in enumerate(slice_groups(ends_N.tolist())):
                 if rows.start < rows.stop:
-                    grad_FS = _rounded(grad_SF[rows], dim=0).t()
-                    torch.mm(grad_FS, _rounded(x_SE[rows], dim=0), out=grad_weight[n])
+                    grad_FS = _round_to_float8(grad_SF[rows], dim=0).t()
+                    torch.mm(grad_FS, _round_to_float8(x_SE[rows], dim=0), out=grad_weight[n])
         return grad_x, grad_weight, None
 
 
-def _rounded(x: Tensor, *, dim: int) -> Tensor:
+def _round_to_float8(x: Tensor, *, dim: int) -> Tensor:
     """Round to e4m3, with a common power of two as the scale along `dim`; exact in bfloat16."""
     # torchao's least scale: rows of zeros have none of their own.
     largest = x.abs().amax(dim, keepdim=True).float().clamp(min=1e-12)

@@ -181,7 +181,7 @@ def check_model_folder(folder: Path) -> None:
             f"{folder} is the hub's cache of a model: give its name, or one of the folders in "
             f"{folder / 'snapshots'} ({', '.join(commits[:3])})"
         )
-    if kind := _kind(names):
+    if kind := _identify_kind(names):
         raise ValueError(f"{folder} is {kind}")
     if inside := sorted([*folder.glob("*/config.json"), *folder.glob("*/*/config.json")]):
         raise ValueError(
@@ -212,11 +212,11 @@ def _check_unambiguous(folder: Path, names: Collection[str]) -> None:
             f"{folder} holds the weights of a model and of an adapter ({adapters[0]}), and other "
             "programs may read the other one: move one of them into a folder of its own"
         )
-    if kind := _kind(names, _NO_LANGUAGE_MODELS):
+    if kind := _identify_kind(names, _NO_LANGUAGE_MODELS):
         raise ValueError(f"{folder} is {kind}")
 
 
-def _kind(
+def _identify_kind(
     names: Collection[str], kinds: Sequence[tuple[tuple[str, ...], str]] = _KINDS
 ) -> str | None:
     """Return what a folder is and what to do, or None if its files do not say it."""

@@ -14,9 +14,9 @@ from rl.models.adapter import (
     LAYER,
     LOCAL,
     DecoderAdapter,
-    hf_rope,
+    describe_rope,
     read_field,
-    rope_from_hf,
+    read_rope,
 )
 from rl.models.decoder import Decoder, FeedForward
 from rl.models.rope import RoPE
@@ -72,7 +72,7 @@ class Gemma3TextAdapter(DecoderAdapter):
         }
         hf["rope_parameters"] = ropes.get(GLOBAL) if nested else ropes
         config = super().config_from_hf(hf)
-        config.local_rope = rope_from_hf(hf | near)
+        config.local_rope = read_rope(hf | near)
         attention, scale_dim = config.block.attention, read_field(hf, "query_pre_attn_scalar", int)
         attention.scale_dim = None if scale_dim == attention.head_dim else scale_dim
         return config
@@ -87,7 +87,10 @@ class Gemma3TextAdapter(DecoderAdapter):
         return {
             **super().hf_config(),
             "query_pre_attn_scalar": attention.scale_dim or attention.head_dim,
-            "rope_parameters": {GLOBAL: hf_rope(config.rope), LOCAL: hf_rope(config.local_rope)},
+            "rope_parameters": {
+                GLOBAL: describe_rope(config.rope),
+                LOCAL: describe_rope(config.local_rope),
+            },
             "rope_local_base_freq": config.local_rope.theta,
         }
 

@@ -76,7 +76,7 @@ def generate(
             f"stop_texts={sampling.stop_texts}: must be empty here, because they need a tokenizer; "
             "give stop_token_ids"
         )
-    requests = completion_requests(
+    requests = build_requests(
         prompts,
         sampling=sampling,
         context=model.config.rope.max_positions,
@@ -98,7 +98,7 @@ class CompletionRequest:
     """Called after each token; true ends the completion as "stop"."""
 
 
-def completion_requests(
+def build_requests(
     prompts: Sequence[np.ndarray], *, sampling: SamplingParams, context: int, ends: End
 ) -> list[CompletionRequest]:
     """Return `sampling.num_samples` requests for each prompt, in order; raise ValueError as
@@ -182,7 +182,7 @@ class Drawing:
 
     def completions(self, policy_version: int) -> list[Completion]:
         return [
-            batch.completion(n, policy_version)
+            batch.build_completion(n, policy_version)
             for batch in self._batches
             for n in range(len(batch.requests))
         ]
@@ -209,7 +209,7 @@ class _Batch:
         self.reasons: list[FinishReason] = ["abort"] * len(requests)
         """"abort" while a completion runs."""
 
-    def completion(self, n: int, policy_version: int) -> Completion:
+    def build_completion(self, n: int, policy_version: int) -> Completion:
         return Completion(
             token_ids=np.array(self.tokens[n], dtype=np.int32),
             logprobs=np.array(self.logprobs[n], dtype=np.float32),
@@ -233,9 +233,9 @@ class _Batch:
         device = model.embed_tokens.weight.device
         longest = max(request.max_tokens for request in self.requests)
         uniforms_NC = torch.stack([uniforms(r.seed, longest) for r in self.requests]).to(device)
-        with cached_attention(model, self.caches):
+        with attach_caches(model, self.caches):
             while self.rows and not pauses():
-                logits_BV = self._next(model) if self.slots else self._prefill(model)
+                logits_BV = self._decode_next(model) if self.slots else self._prefill(model)
                 logprobs_BV = processed_logprobs(logits_BV, sampling)
                 if sampling.temperature == 0:
                     tokens_B = logprobs_BV.argmax(-1)
@@ -255,7 +255,7 @@ class _Batch:
             self.caches.clear()
         return not self.rows
 
-    def _next(self, model: Decoder) -> Tensor:
+    def _decode_next(self, model: Decoder) -> Tensor:
         """Put the last tokens into the cache; return the logits after them, [B, V]."""
         tokens_B = self.last_tokens
         self.slots = [np.append(places, self.num_cached + n) for n, places in enumerate(self.slots)]
@@ -264,7 +264,7 @@ class _Batch:
             [len(places) - 1 for places in self.slots], device=tokens_B.device
         )
         layout = SequenceLayout.of_single_queries(self.slots, device=tokens_B.device)
-        return _logits(model, tokens_B, positions_B, layout)
+        return _compute_logits(model, tokens_B, positions_B, layout)
 
     def _prefill(self, model: Decoder) -> Tensor:
         """Fill the cache with each prompt once; return each request's logits, [N, V]."""
@@ -279,7 +279,7 @@ class _Batch:
         positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
         layout = SequenceLayout.from_lengths(lengths, device=device)
         ends = np.cumsum(lengths)
-        logits_PV = _logits(
+        logits_PV = _compute_logits(
             model, tokens_T, positions_T, layout, rows=torch.from_numpy(ends - 1).to(device)
         )
         slots = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
@@ -290,7 +290,7 @@ class _Batch:
         return logits_PV.repeat_interleave(torch.tensor(sizes, device=device), dim=0)
 
 
-def _logits(
+def _compute_logits(
     model: Decoder,
     tokens: Tensor,
     positions: Tensor,
@@ -331,7 +331,7 @@ class CachedAttention(nn.Module):
 
 
 @contextmanager
-def cached_attention(model: Decoder, caches: list[CachedAttention]) -> Iterator[None]:
+def attach_caches(model: Decoder, caches: list[CachedAttention]) -> Iterator[None]:
     """Replace the model's core attention by one that reads and fills a cache, and that permits
     padding.
 

@@ -50,10 +50,10 @@ def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None
     if not folder.exists():
         if not writes:
             return None
-        with _errors_of(file):
+        with _translate_errors(file):
             check_gguf_header(file)
-            settings, stored = _settings(file)
-            config, tensors, tokenizer = _read(file)
+            settings, stored = _read_settings(file)
+            config, tensors, tokenizer = _read_model(file)
             if settings.get("tokenizer.ggml.pre") == SMOLLM:
                 _split_digits(tokenizer)
             # transformers takes Qwen3's default.
@@ -70,8 +70,8 @@ def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None
         ):  # another process was faster
             tokenizer.save_pretrained(saved)
             _name_class(Path(saved) / "tokenizer_config.json")
-            write_json(Path(saved) / "generation_config.json", _token_ids(settings))
-            params = _params(file, names, adapter=adapter, tensors=tensors)
+            write_json(Path(saved) / "generation_config.json", _collect_token_ids(settings))
+            params = _read_parameters(file, names, adapter=adapter, tensors=tensors)
             write_hf_folder(folder, params, adapter, dtype=torch.bfloat16, tokenizer_from=saved)
     return folder
 
@@ -97,7 +97,7 @@ def _name_class(file: Path) -> None:
 
 
 @contextmanager
-def _errors_of(file: Path) -> Iterator[None]:
+def _translate_errors(file: Path) -> Iterator[None]:
     """Turn the errors of the libraries into a ValueError that names the file."""
     try:
         yield
@@ -114,7 +114,7 @@ def _errors_of(file: Path) -> Iterator[None]:
         raise ValueError(f"{file}: the GGUF file is damaged or not supported: {error}") from error
 
 
-def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
+def _read_settings(file: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the settings that fit into one value, and the names of the tensors.
 
     Raises ValueError for a model that would be misread.
@@ -169,7 +169,7 @@ def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
     return settings, [tensor.name for tensor in reader.tensors]
 
 
-def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
+def _read_model(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
     """Return config.json, the tensors in bfloat16 by their Hugging Face names, and the
     tokenizer.
     """
@@ -182,7 +182,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
         link = Path(alone) / "model.gguf"
         link.symlink_to(file.resolve())
         config = AutoConfig.from_pretrained(alone, gguf_file=link.name)
-        settings: dict[str, Any] = _in_decimals(config.to_dict())
+        settings: dict[str, Any] = _restore_decimals(config.to_dict())
         spec_from_hf(settings)  # before a model of sizes that no model has is built
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -193,14 +193,14 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
     return settings, found["tensors"], tokenizer
 
 
-def _in_decimals(config: Any) -> Any:
+def _restore_decimals(config: Any) -> Any:
     """Return settings with the decimal numbers that were meant, as GGUF rounds 1e-5 to float32."""
     if isinstance(config, dict):
-        return {name: _in_decimals(value) for name, value in config.items()}
+        return {name: _restore_decimals(value) for name, value in config.items()}
     return float(str(np.float32(config))) if isinstance(config, float) else config
 
 
-def _token_ids(settings: dict[str, Any]) -> dict[str, Any]:
+def _collect_token_ids(settings: dict[str, Any]) -> dict[str, Any]:
     """Return generation_config.json; a reply ends with the end of a turn as well as with that of
     the text.
     """
@@ -244,7 +244,7 @@ def _check_fit(
         )
 
 
-def _params(
+def _read_parameters(
     file: Path, names: list[str], *, adapter: DecoderAdapter, tensors: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     for name in names:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rl.config.json import differences, to_dict
 from rl.models.adapter import DecoderAdapter
-from rl.models.block_fp8 import FP8, check_scales, dequantized, fp8_block, is_scale, scale_of
+from rl.models.block_fp8 import FP8, check_scales, dequantize, is_scale, read_fp8_block, scale_of
 from rl.models.decoder import persistent_buffers
 from rl.models.folder_check import (
     INDEX_FILE,
@@ -71,7 +71,7 @@ class HFFolder:
             if str(self.path) in str(error):
                 raise
             raise ValueError(f"{self.path}: {error}") from error
-        self.fp8_block = fp8_block(read_json_object(self.path / "config.json"))
+        self.fp8_block = read_fp8_block(read_json_object(self.path / "config.json"))
         """Rows and columns that share a scale in a block-scaled FP8 checkpoint, or None."""
         if tokenizer:
             check_tokenizer_files(self.path)
@@ -183,7 +183,9 @@ class HFFolder:
         }
         for hf_name in needed:
             if hf_name not in self.shapes:
-                raise ValueError(f"{self.path}: tensor {hf_name} is missing{self._hint(hf_name)}")
+                raise ValueError(
+                    f"{self.path}: tensor {hf_name} is missing{self._explain_missing(hf_name)}"
+                )
         for name, buffer in hf_buffers(model, adapter).items():
             needed |= dict.fromkeys(adapter.hf_names(name), tuple(buffer.shape))
         for hf_name, shape in self.shapes.items():
@@ -199,14 +201,14 @@ class HFFolder:
                 raise ValueError(
                     f"{self.path}: tensor {hf_name} has no place in the model: {other}"
                 )
-            if not torch.equal(self._stored(_HEAD), self._stored(_EMBEDDING)):
+            if not torch.equal(self._read_stored(_HEAD), self._read_stored(_EMBEDDING)):
                 raise ValueError(
                     f"{self.path}: config.json has tie_word_embeddings=true, but {_HEAD} differs "
                     f"from {_EMBEDDING}: set tie_word_embeddings to false to use both, or remove "
                     "the tensor that is not meant"
                 )
 
-    def _hint(self, missing: str) -> str:
+    def _explain_missing(self, missing: str) -> str:
         """Return what a folder without one of the model's tensors may be, or an empty text."""
         for name in self.shapes:
             if name.endswith(f".{missing}") or missing == f"model.{name}":
@@ -216,7 +218,7 @@ class HFFolder:
                 )
         return ""
 
-    def _stored(self, name: str) -> Tensor:
+    def _read_stored(self, name: str) -> Tensor:
         """Return a tensor as it is stored."""
         with safe_open(self.files[name], framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(name)
@@ -250,7 +252,7 @@ def read_parameters(
                 handles[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
             tensor: Tensor = handles[file].get_tensor(name)
             if folder.fp8_block is not None and scale_of(name) in folder.files:
-                tensor = dequantized(tensor, read(scale_of(name)), block=folder.fp8_block)
+                tensor = dequantize(tensor, read(scale_of(name)), block=folder.fp8_block)
             check_finite(name, tensor, file=file)
             return tensor
 
@@ -274,7 +276,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     supported.
     """
     config = read_json_object(Path(folder) / "config.json")
-    fp8_block(config)
+    read_fp8_block(config)
     return {field: value for field, value in config.items() if field != "quantization_config"}
 
 
@@ -331,7 +333,7 @@ def write_hf_folder(
             for name in tokenizer_files(source):
                 (temporary / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, temporary / name)
-            config |= _token_ids(source)
+            config |= _read_token_ids(source)
         write_json(temporary / "config.json", config)
         _write_shards(temporary, tensors, max_shard_bytes=max_shard_bytes)
 
@@ -391,7 +393,7 @@ def _write_shards(
     )
 
 
-def _token_ids(folder: Path) -> dict[str, Any]:
+def _read_token_ids(folder: Path) -> dict[str, Any]:
     """Return the token ids of the folder's config.json, or else of its generation settings."""
     ids: dict[str, Any] = {}
     for name in ("generation_config.json", "config.json"):

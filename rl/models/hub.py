@@ -30,7 +30,7 @@ MORE, TEMPLATES = (
 UNWANTED = ("*/*", "consolidated*")
 
 
-def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | None:
+def fetch_from_hub(name: str, *, revision: str | None, downloads: bool) -> Path | None:
     """Return the folder of a model in the cache; what is missing is downloaded, or else the folder
     is None.
 
@@ -59,7 +59,9 @@ def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | No
                 local_files_only=problem is not None or not downloads,
             )
         except Exception as error:  # noqa: BLE001 - a network request
-            raise ValueError(_advice(name, revision, problem or error)) from (problem or error)
+            raise ValueError(_describe_failure(name, revision, problem or error)) from (
+                problem or error
+            )
         return Path(folder)
 
     if downloads and problem is None:
@@ -82,7 +84,7 @@ def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | No
         return folder
     if problem is None:
         return None
-    raise ValueError(_advice(name, revision, problem)) from problem
+    raise ValueError(_describe_failure(name, revision, problem)) from problem
 
 
 def _check_files(name: str, revision: str | None, files: Sequence[str]) -> None:
@@ -93,12 +95,12 @@ def _check_files(name: str, revision: str | None, files: Sequence[str]) -> None:
     if files and not any(fnmatch(file, WEIGHTS) for file in usable):
         message = f"{name} has no safetensors that transformers reads"
         if others := [file for file in files if file.endswith(".gguf")]:
-            download = f"hf download {name} {others[0]}{_option(revision)}"
+            download = f"hf download {name} {others[0]}{_format_option(revision)}"
             message += f", but GGUF files: download one, `{download}`, and give its path"
         raise ValueError(message)
 
 
-def _advice(name: str, revision: str | None, error: Exception) -> str:
+def _describe_failure(name: str, revision: str | None, error: Exception) -> str:
     """Return the message for a download that failed: what is wrong and what to do."""
     from huggingface_hub import HfApi, constants, errors
 
@@ -115,7 +117,7 @@ def _advice(name: str, revision: str | None, error: Exception) -> str:
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return (
-            f"{name}: hf_revision={revision!r} does not exist: must be {_revisions(name)} or a "
+            f"{name}: hf_revision={revision!r} does not exist: must be {_list_revisions(name)} or a "
             "commit"
         )
     if isinstance(error, errors.OfflineModeIsEnabled):
@@ -126,17 +128,17 @@ def _advice(name: str, revision: str | None, error: Exception) -> str:
         told = (str(error).splitlines() or [""])[0]
         reason = f"it cannot be downloaded from {hub}{through} ({type(error).__name__}: {told})"
     return (
-        f"{name} is no folder here, and {reason}: run `hf download {name}{_option(revision)}` "
+        f"{name} is no folder here, and {reason}: run `hf download {name}{_format_option(revision)}` "
         "where there is a network, and give its folder or its cache (HF_HUB_CACHE, here "
         f"{constants.HF_HUB_CACHE})"
     )
 
 
-def _option(revision: str | None) -> str:
+def _format_option(revision: str | None) -> str:
     return f" --revision {revision}" if revision else ""
 
 
-def _revisions(name: str) -> str:
+def _list_revisions(name: str) -> str:
     """Return the branches and tags of a model, as words."""
     from huggingface_hub import HfApi
 

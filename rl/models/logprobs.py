@@ -75,7 +75,7 @@ def token_logprobs(
     Returns:
         Logprobs [T] or [T, K], float32 nats with gradient, and entropy [T], float32 nats.
     """
-    hidden_TE, weight, shard = _local_inputs(hidden_TE, weight_VE, loss_parallel=loss_parallel)
+    hidden_TE, weight, shard = _prepare_inputs(hidden_TE, weight_VE, loss_parallel=loss_parallel)
     compute = partial(
         chunk_logprobs or logprobs_of_chunk,
         weight=weight,
@@ -83,16 +83,16 @@ def token_logprobs(
         entropy_gradient=entropy_gradient,
     )
     if rows_R is None:
-        return _in_chunks(compute, chunk_tokens, hidden_TE, targets_T, temperatures_T)
+        return _compute_in_chunks(compute, chunk_tokens, hidden_TE, targets_T, temperatures_T)
     needed = (x.index_select(0, rows_R) for x in (hidden_TE, targets_T, temperatures_T))
     logprobs, entropy = (
         x.new_zeros(targets_T.size(0), *x.shape[1:]).index_copy(0, rows_R, x)
-        for x in _in_chunks(compute, chunk_tokens, *needed)
+        for x in _compute_in_chunks(compute, chunk_tokens, *needed)
     )
     return logprobs, entropy
 
 
-def _in_chunks(
+def _compute_in_chunks(
     compute: Callable[..., tuple[Tensor, Tensor]], chunk_tokens: int | None, *inputs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return logprobs and entropies of the tokens, of which the backward recomputes one chunk after
@@ -109,7 +109,7 @@ def _in_chunks(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _local_inputs(
+def _prepare_inputs(
     hidden_TE: Tensor, weight_VE: Tensor, *, loss_parallel: bool
 ) -> tuple[Tensor, Tensor, VocabularyShard | None]:
     """Return all tokens and this rank's vocabulary rows as plain tensors, and where those rows
@@ -171,10 +171,10 @@ def logprobs_of_chunk(
     if entropy_gradient:
         return logprobs_C, _Entropy.apply(logprobs_CV)
     with torch.no_grad():
-        return logprobs_C, _entropy(logprobs_CV)
+        return logprobs_C, _compute_entropy(logprobs_CV)
 
 
-def _entropy(logprobs_CV: Tensor) -> Tensor:
+def _compute_entropy(logprobs_CV: Tensor) -> Tensor:
     return -(logprobs_CV.exp() * logprobs_CV).sum(-1)
 
 
@@ -190,7 +190,7 @@ class _Logprobs(torch.autograd.Function):
         ctx: Any, logits_CV: Tensor, targets_CK: Tensor, temperatures_C: Tensor
     ) -> tuple[Tensor, Tensor]:
         parts = []
-        for logits, targets, temperatures in _parts(logits_CV, targets_CK, temperatures_C):
+        for logits, targets, temperatures in _split_rows(logits_CV, targets_CK, temperatures_C):
             logprobs = torch.log_softmax(logits.float() / temperatures.unsqueeze(1), dim=-1)
             probabilities = logprobs.exp()
             logits.copy_(probabilities)
@@ -211,14 +211,14 @@ class _Logprobs(torch.autograd.Function):
         pulls_CK = torch.where(is_same_CKK, grads[0].unsqueeze(1), 0.0).sum(2)
         of_targets_CK = (pulls_CK + of_targets_CK * slopes_C1) / temperatures_C.unsqueeze(1)
         slopes_C1 = slopes_C1 / temperatures_C.unsqueeze(1)
-        for grad, slopes, targets, values in _parts(
+        for grad, slopes, targets, values in _split_rows(
             probabilities_CV, slopes_C1, targets_CK, of_targets_CK
         ):
             grad.mul_(slopes).scatter_(1, targets, values.to(grad.dtype))
         return probabilities_CV, None, None
 
 
-def _parts(logits_CV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _split_rows(logits_CV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the rows of all tensors in parts that fit a CPU's caches; on a GPU in one part."""
     num_rows = len(logits_CV) if logits_CV.is_cuda else max(1, PART_NUMBERS // logits_CV.size(1))
     return zip(*(x.split(max(1, num_rows)) for x in (logits_CV, *others)), strict=True)
@@ -232,7 +232,7 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logprobs_CV: Tensor) -> Tensor:
         ctx.save_for_backward(logprobs_CV)
-        return _entropy(logprobs_CV)
+        return _compute_entropy(logprobs_CV)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class _ShardedLogprobs(torch.autograd.Function):
         scaled_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
         maxima_C = all_reduce(scaled_CW.amax(-1), "max", shard.group)
         scaled_CW -= maxima_C.unsqueeze(1)
-        rows_CK, is_here_CK = _local_rows(targets_CK, shard.first_row, logits_CW.size(1))
+        rows_CK, is_here_CK = _find_local_rows(targets_CK, shard.first_row, logits_CW.size(1))
         here_CK = torch.where(is_here_CK, scaled_CW.gather(1, rows_CK), 0.0)
         exponentials_CW = scaled_CW.exp()
         sums = torch.stack((exponentials_CW.sum(-1), (exponentials_CW * scaled_CW).sum(-1)), dim=1)
@@ -287,13 +287,13 @@ class _ShardedLogprobs(torch.autograd.Function):
             logprobs_CW += entropy[0].unsqueeze(1)
             slope = logprobs_CW.mul_(grads[1].unsqueeze(1)).add_(slope)
         grad_CW *= slope
-        rows_CK, is_here_CK = _local_rows(targets_CK, ctx.first_row, logits_CW.size(1))
+        rows_CK, is_here_CK = _find_local_rows(targets_CK, ctx.first_row, logits_CW.size(1))
         grad_CW.scatter_add_(1, rows_CK, torch.where(is_here_CK, grads[0], 0.0))
         grad_CW /= temperatures_C.unsqueeze(1)
         return grad_CW.to(logits_CW.dtype), None, None, None, None
 
 
-def _local_rows(targets_CK: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
+def _find_local_rows(targets_CK: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return each target's row in this rank's part of the vocabulary, or 0, and whether it is
     there.
     """

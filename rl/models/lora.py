@@ -73,11 +73,13 @@ class LoRA(ModelConverter):
         """Adapters by the name of our adapted weight."""
         if any(isinstance(module, LowRank) for module in model.modules()):
             raise ValueError("the model has adapters of an earlier LoRA: must be one LoRA")
-        linears = self._linear_layers(model)
-        targets = self._targets(linears)
+        linears = self._find_linear_layers(model)
+        targets = self._resolve_targets(linears)
         model.requires_grad_(False)
         for name, (linear, hf_names) in linears.items():
-            adapted = {n: i for i, n in enumerate(hf_names) if {_leaf(n), _leaf(name)} & targets}
+            adapted = {
+                n: i for i, n in enumerate(hf_names) if {_get_leaf(n), _get_leaf(name)} & targets
+            }
             if adapted:
                 adapter = self._attach(model, name, linear, adapted)
                 linear.register_forward_hook(lambda _, args, out, a=adapter: a.add_to(out, args[0]))
@@ -93,7 +95,7 @@ class LoRA(ModelConverter):
         if self.config.initial_adapter is not None:
             self._open_peft(self.config.initial_adapter)
 
-    def _linear_layers(self, model: nn.Module) -> dict[str, tuple[nn.Linear, list[str]]]:
+    def _find_linear_layers(self, model: nn.Module) -> dict[str, tuple[nn.Linear, list[str]]]:
         """Return the layers that can be adapted, with the Hugging Face names of their weights."""
         found = {}
         for name, module in model.named_modules():
@@ -103,11 +105,11 @@ class LoRA(ModelConverter):
                     found[name] = module, self._hf.hf_names(f"{name}.weight")
         return found
 
-    def _targets(self, linears: Mapping[str, tuple[nn.Linear, list[str]]]) -> set[str]:
+    def _resolve_targets(self, linears: Mapping[str, tuple[nn.Linear, list[str]]]) -> set[str]:
         """Return the last name parts of the layers to adapt."""
         valid: dict[str, None] = {}
         for name, (_, hf_names) in linears.items():
-            valid |= dict.fromkeys(map(_leaf, (*hf_names, name)))
+            valid |= dict.fromkeys(map(_get_leaf, (*hf_names, name)))
         targets = self.config.target_modules
         if targets is None:
             return valid.keys() & set(ALL_LINEAR)
@@ -125,7 +127,7 @@ class LoRA(ModelConverter):
     ) -> LowRank:
         weight = f"{name}.weight"
         # The number of the Hugging Face weight that each row of our weight came from.
-        rows = self._hf_rows(weight, linear.out_features).values()
+        rows = self._count_hf_rows(weight, linear.out_features).values()
         parts = [torch.full((num, 1), number, device="cpu") for number, num in enumerate(rows)]
         source_O1 = self._hf.from_hf(weight, parts)
         assert source_O1.shape == (linear.out_features, 1), (
@@ -143,7 +145,7 @@ class LoRA(ModelConverter):
         self._adapters[weight] = adapter
         return adapter
 
-    def _hf_rows(self, weight: str, num_rows: int) -> dict[str, int]:
+    def _count_hf_rows(self, weight: str, num_rows: int) -> dict[str, int]:
         """Return the number of rows of each Hugging Face weight in ours, which has `num_rows`."""
         meta = torch.empty(num_rows, 1, device="meta")
         return {name: tensor.size(0) for name, tensor in self._hf.to_hf(weight, meta).items()}
@@ -165,9 +167,9 @@ class LoRA(ModelConverter):
             _fill(adapter.lora_a, a)
             local_tensor(adapter.lora_b).zero_()
 
-    def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
+    def compute_plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
         adapter = self._adapters.get(name)
-        return tensor if adapter is None else adapter.merged_like(tensor)
+        return tensor if adapter is None else adapter.merge_without_gradient(tensor)
 
     def peft_factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the Hugging Face name of each weight with its whole A and B; every rank must
@@ -190,7 +192,7 @@ class LoRA(ModelConverter):
         """
         found = self._open_peft(folder)
         for weight, adapter in self._adapters.items():
-            rows = self._hf_rows(weight, adapter.lora_b.size(0))
+            rows = self._count_hf_rows(weight, adapter.lora_b.size(0))
             _fill(adapter.lora_a, torch.cat([found[name][0] for name in adapter.adapted]))
             parts = [
                 found[n][1] if n in adapter.adapted else torch.zeros(num, adapter.rank)
@@ -202,7 +204,9 @@ class LoRA(ModelConverter):
         """Return the settings that shapes do not reveal: targets within fused weights, and
         alpha.
         """
-        targets = {_leaf(name) for adapter in self._adapters.values() for name in adapter.adapted}
+        targets = {
+            _get_leaf(name) for adapter in self._adapters.values() for name in adapter.adapted
+        }
         return {
             "rank": self.config.rank,
             "alpha": self.config.alpha,
@@ -214,7 +218,7 @@ class LoRA(ModelConverter):
         widths = {
             hf_name: (
                 adapter.lora_a.size(1),
-                self._hf_rows(weight, adapter.lora_b.size(0))[hf_name],
+                self._count_hf_rows(weight, adapter.lora_b.size(0))[hf_name],
             )
             for weight, adapter in self._adapters.items()
             for hf_name in adapter.adapted
@@ -224,7 +228,7 @@ class LoRA(ModelConverter):
         )
 
 
-def _leaf(name: str) -> str:
+def _get_leaf(name: str) -> str:
     """Return `q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
     return name.removesuffix(".weight").rpartition(".")[2]
 

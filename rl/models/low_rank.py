@@ -70,14 +70,16 @@ class LowRank(nn.Module):
         )
         self._everywhere = bool(self._whole_rows_ON.all())
         self._rows_split, self._rows_index = 1, 0
-        self.register_buffer("rows_ON", self._local_rows(linear.weight.device), persistent=False)
+        self.register_buffer(
+            "rows_ON", self._take_local_rows(linear.weight.device), persistent=False
+        )
 
-    def _local_rows(self, device: torch.device) -> Tensor:
+    def _take_local_rows(self, device: torch.device) -> Tensor:
         return self._whole_rows_ON.chunk(self._rows_split)[self._rows_index].to(device)
 
     def reset_buffers(self) -> None:
         """Recompute the mask after `to_empty` has moved the module off the meta device."""
-        self.rows_ON = self._local_rows(self.rows_ON.device)
+        self.rows_ON = self._take_local_rows(self.rows_ON.device)
 
     def follow(self, weight: Tensor) -> None:
         """Shard the factors like the layer's weight over the tensor-parallel mesh; no-op for a
@@ -96,37 +98,41 @@ class LowRank(nn.Module):
         )
         if placement.is_shard(ROWS):
             self._rows_split, self._rows_index = mesh.size(), mesh.get_local_rank()
-            self.rows_ON = self._local_rows(self.rows_ON.device)
+            self.rows_ON = self._take_local_rows(self.rows_ON.device)
 
     def add_to(self, output: Tensor, x: Tensor) -> Tensor:
         """Return the layer's output for `x` plus the product, both inside the tensor-parallel
         hooks.
         """
         low = F.linear(own_part(x), own_part(self.lora_a))
-        added = F.linear(low, self._by_source(own_part(self.lora_b), self.rows_ON)) * self.scale
+        added = (
+            F.linear(low, self._spread_by_source(own_part(self.lora_b), self.rows_ON)) * self.scale
+        )
         return output + wrapped_like(output, added)
 
-    def merged(self, weight: Tensor) -> Tensor:
+    def merge(self, weight: Tensor) -> Tensor:
         """Return W + s B A with gradients to both factors, for a plain or row-split weight used
         without its layer."""
-        product = self._by_source(own_part(self.lora_b), self.rows_ON) @ own_part(self.lora_a)
+        product = self._spread_by_source(own_part(self.lora_b), self.rows_ON) @ own_part(
+            self.lora_a
+        )
         return weight + wrapped_like(weight, product * self.scale)
 
     @torch.no_grad()
-    def merged_like(self, weight: Tensor) -> Tensor:
+    def merge_without_gradient(self, weight: Tensor) -> Tensor:
         """Return W + s B A in W's layout and dtype, summed in float32. Only the factors are
         gathered.
         """
         a, b = (whole_tensor(p.detach()).float() for p in (self.lora_a, self.lora_b))
         local = local_tensor(weight)
         if local.numel():
-            rows, columns = _local_indices(weight)
-            b_ONR = self._by_source(b, self._whole_rows_ON.to(b.device))
+            rows, columns = _find_local_indices(weight)
+            b_ONR = self._spread_by_source(b, self._whole_rows_ON.to(b.device))
             product = b_ONR[rows] @ a[:, columns]
             local = (local.float() + self.scale * product).to(weight.dtype)
         return wrapped_like(weight, local)
 
-    def _by_source(self, b_OR: Tensor, rows_ON: Tensor) -> Tensor:
+    def _spread_by_source(self, b_OR: Tensor, rows_ON: Tensor) -> Tensor:
         """Return each row of B in the columns of its own A, with zeros elsewhere, [O, N * R]."""
         if self._everywhere:
             return b_OR
@@ -151,7 +157,7 @@ def follow_base_layers(model: nn.Module) -> None:
         adapter.follow(base.weight)
 
 
-def _local_indices(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _find_local_indices(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows and columns of the whole weight that this rank holds; it must hold some."""
     num_rows, num_columns = weight.shape
     rows = torch.arange(num_rows, device=weight.device).unsqueeze(1).expand(num_rows, num_columns)

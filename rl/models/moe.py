@@ -239,13 +239,13 @@ def grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
 
     One kernel without host synchronization for bfloat16 on a GPU; one product per group elsewhere.
     """
-    if _has_kernel(x_SE, weight_NFE):
-        return one_kernel(x_SE, weight_NFE, ends_N)
+    if _uses_one_kernel(x_SE, weight_NFE):
+        return multiply_in_one_kernel(x_SE, weight_NFE, ends_N)
     product: Tensor = _GroupedLinear.apply(x_SE, weight_NFE, ends_N.tolist())
     return product
 
 
-def one_kernel(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
+def multiply_in_one_kernel(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
     """Compute `grouped_linear` with PyTorch's grouped product, with zeros around widths that it
     does not take.
     """
@@ -261,7 +261,7 @@ def one_kernel(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
     return out.narrow(1, 0, width) if missing_F else out
 
 
-def _has_kernel(x_SE: Tensor, weight_NFE: Tensor) -> bool:
+def _uses_one_kernel(x_SE: Tensor, weight_NFE: Tensor) -> bool:
     # An empty batch would launch nothing and leave gradients None where zeros are needed.
     if not x_SE.is_cuda or x_SE.dtype != torch.bfloat16 or not x_SE.size(0):
         return False
@@ -276,7 +276,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x_SE, weight_NFE)
         ctx.ends = ends
         # Separate products, so that selective checkpointing can keep them.
-        pairs = zip(slices(ends), weight_NFE, strict=True)
+        pairs = zip(slice_groups(ends), weight_NFE, strict=True)
         return torch.cat([torch.mm(x_SE[rows], weight_FE.t()) for rows, weight_FE in pairs])
 
     @staticmethod
@@ -287,7 +287,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_SF = grad_SF.contiguous()
         grad_x = torch.empty_like(x_SE) if wants_x else None
         grad_weight = torch.empty_like(weight_NFE) if wants_weight else None
-        for n, rows in enumerate(slices(ctx.ends)):
+        for n, rows in enumerate(slice_groups(ctx.ends)):
             if grad_x is not None:
                 torch.mm(grad_SF[rows], weight_NFE[n], out=grad_x[rows])
             if grad_weight is not None:
@@ -295,5 +295,5 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def slices(ends: list[int]) -> list[slice]:
+def slice_groups(ends: list[int]) -> list[slice]:
     return [slice(start, end) for start, end in pairwise([0, *ends])]

@@ -111,12 +111,12 @@ def parallelize_decoder(
         for module in list(model.modules()):
             if isinstance(module, Attention):
                 module.core = HeadExchange(module.core, context=context)
-    mixtures = _mixtures(model)
+    mixtures = _find_mixtures(model)
     if mesh is not None:
         for layer in mixtures:
             layer.shard(mesh, config=config)
     prepare_blocks(model.layers, mesh=mesh, options=config)
-    parts = [model] if pipeline is None else _parts_of_rank(model, pipeline)
+    parts = [model] if pipeline is None else _take_parts(model, pipeline)
     if mesh is None:
         return parts
     for part in parts:
@@ -127,7 +127,7 @@ def parallelize_decoder(
                 if expert_mesh[DP_REPLICATE].size() > 1
                 else (EXPERT_SHARD,)
             )
-            apart = [(layer.experts, expert_mesh[axes]) for layer in _mixtures(part)]
+            apart = [(layer.experts, expert_mesh[axes]) for layer in _find_mixtures(part)]
         blocks = [block for block in part.layers if not isinstance(block, Elsewhere)]
         shard_data_parallel(
             part, blocks=blocks, mesh=mesh, options=config, apart=apart, always=pipeline is not None
@@ -135,7 +135,7 @@ def parallelize_decoder(
     return parts
 
 
-def _parts_of_rank(model: Decoder, pipeline: Pipeline) -> list[Decoder]:
+def _take_parts(model: Decoder, pipeline: Pipeline) -> list[Decoder]:
     """Return the model's part of each of this rank's stages; the last stage of a tied model has a
     head of its own.
     """
@@ -148,7 +148,7 @@ def _parts_of_rank(model: Decoder, pipeline: Pipeline) -> list[Decoder]:
     return parts
 
 
-def _mixtures(model: Decoder) -> list[Any]:
+def _find_mixtures(model: Decoder) -> list[Any]:
     if not model.config.has_experts:
         return []
     return [block.feed_forward for block in model.layers if not isinstance(block, Elsewhere)]
@@ -277,7 +277,7 @@ def parallelize_decoder_generator(model: Decoder, mesh: DeviceMesh) -> Decoder:
                 setattr(parent, name, ShardedLinear(layer, mesh, dim=dim))
             elif isinstance(layer, nn.Embedding):
                 setattr(parent, name, VocabShardedEmbedding(layer, mesh))
-    for mixture in _mixtures(model):
+    for mixture in _find_mixtures(model):
         mixture.shard_for_generation(mesh)
     return model
 

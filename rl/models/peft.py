@@ -92,7 +92,7 @@ _FOREIGN = {
 """What a tensor is that is no factor of a product, by a pattern of its name."""
 
 
-def peft_name(hf_name: str, factor: str) -> str:
+def get_peft_name(hf_name: str, factor: str) -> str:
     """Return the tensor name of factor `a` or `b` of a Hugging Face weight."""
     return f"{_PREFIX}{hf_name.removesuffix('.weight')}{_ENDINGS[factor]}"
 
@@ -122,7 +122,7 @@ def write_peft_folder(
         for name, a_RI, b_OR in factors:
             targets[name.removesuffix(".weight").rpartition(".")[2]] = None
             for factor, tensor in (("a", a_RI), ("b", b_OR)):
-                tensors[peft_name(name, factor)] = tensor.cpu().contiguous()
+                tensors[get_peft_name(name, factor)] = tensor.cpu().contiguous()
         save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
         content = {
             "peft_type": "LORA",
@@ -164,7 +164,7 @@ def read_peft_folder(
             f"{folder} is the folder of a model: must be a PEFT adapter's, with {CONFIG_FILE}"
         )
     config = read_json_object(folder / CONFIG_FILE)
-    config = _with_plain_scale(config, alpha=alpha, file=folder / CONFIG_FILE)
+    config = _remove_rslora(config, alpha=alpha, file=folder / CONFIG_FILE)
     _check_settings(
         config, {"r": ("rank", rank), "lora_alpha": ("alpha", alpha)}, file=folder / CONFIG_FILE
     )
@@ -183,7 +183,10 @@ def read_peft_folder(
         raise ValueError(f"weights file {file} is not whole: {error}") from error
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (num_in, num_out) in widths.items():
-        shapes |= {peft_name(name, "a"): (rank, num_in), peft_name(name, "b"): (num_out, rank)}
+        shapes |= {
+            get_peft_name(name, "a"): (rank, num_in),
+            get_peft_name(name, "b"): (num_out, rank),
+        }
     _check_names(tensors.keys() - shapes.keys(), file=file)
     for name in sorted(shapes.keys() | tensors.keys()):
         found = list(tensors[name].shape) if name in tensors else None
@@ -199,10 +202,13 @@ def read_peft_folder(
                 f"{file}: tensor {name} is of {tensor.dtype}: must be one of {_DTYPES}"
             )
         check_finite(name, tensor, file=file)
-    return {name: (tensors[peft_name(name, "a")], tensors[peft_name(name, "b")]) for name in widths}
+    return {
+        name: (tensors[get_peft_name(name, "a")], tensors[get_peft_name(name, "b")])
+        for name in widths
+    }
 
 
-def _with_plain_scale(config: dict[str, Any], *, alpha: float, file: Path) -> dict[str, Any]:
+def _remove_rslora(config: dict[str, Any], *, alpha: float, file: Path) -> dict[str, Any]:
     """Return the settings without PEFT's use_rslora, a scale of lora_alpha / sqrt(r), if alpha / r
     is the same scale.
 

@@ -87,7 +87,7 @@ class Qwen3MoeAdapter(DecoderAdapter):
         # Filled in place: a layer's experts are the largest of all parameters.
         stack_NFE = tensors[0].new_empty(self.num_experts, 2 * width, dim)
         for n in range(self.num_experts):
-            stack_NFE[n] = self.fused(tensors[2 * n : 2 * n + 2], num_groups=self.num_groups)
+            stack_NFE[n] = self.join_groups(tensors[2 * n : 2 * n + 2], num_groups=self.num_groups)
         return stack_NFE
 
     def to_hf(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ class Qwen3MoeAdapter(DecoderAdapter):
             parts = [
                 part
                 for expert in tensor
-                for part in self.parted(expert, (1, 1), num_groups=self.num_groups)
+                for part in self.split_groups(expert, (1, 1), num_groups=self.num_groups)
             ]
         return dict(zip(self.hf_names(name), parts, strict=True))
 

@@ -26,7 +26,7 @@ class RoPEScaling:
     """Number by which the longest wavelengths are multiplied."""
 
     @abstractmethod
-    def scaled(self, frequencies_F: Tensor, *, theta: float) -> Tensor:
+    def scale(self, frequencies_F: Tensor, *, theta: float) -> Tensor:
         """Return the scaled frequencies, in radians per position."""
 
     @property
@@ -41,7 +41,7 @@ class LinearScaling(RoPEScaling):
 
     rope_type: ClassVar[str] = "linear"
 
-    def scaled(self, frequencies_F: Tensor, *, theta: float) -> Tensor:
+    def scale(self, frequencies_F: Tensor, *, theta: float) -> Tensor:
         return frequencies_F / self.factor
 
 
@@ -66,7 +66,7 @@ class Llama3Scaling(RoPEScaling):
                 f"low_freq_factor={self.low_freq_factor}"
             )
 
-    def scaled(self, frequencies_F: Tensor, *, theta: float) -> Tensor:
+    def scale(self, frequencies_F: Tensor, *, theta: float) -> Tensor:
         rotations = self.original_max_position_embeddings * frequencies_F / (2 * math.pi)
         kept = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return torch.lerp(frequencies_F / self.factor, frequencies_F, kept.clamp(0, 1))
@@ -92,7 +92,7 @@ class YarnScaling(RoPEScaling):
     truncate: bool = True
     """Round the bounds between the kinds of frequencies to whole ones."""
 
-    def scaled(self, frequencies_F: Tensor, *, theta: float) -> Tensor:
+    def scale(self, frequencies_F: Tensor, *, theta: float) -> Tensor:
         num = len(frequencies_F)
 
         def index(rotations: float) -> float:
@@ -143,18 +143,18 @@ class RoPE(Configurable, nn.Module):
         super().__init__()
         self.config = config
         self.head_dim = head_dim
-        cos, sin = self._tables()
+        cos, sin = self._compute_tables()
         self.register_buffer("cos_PD", cos, persistent=False)
         self.register_buffer("sin_PD", sin, persistent=False)
 
-    def _tables(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    def _compute_tables(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         config = self.config
         exponents = (
             torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
         )
         frequencies, magnitude = 1.0 / config.theta**exponents, 1.0
         if config.scaling is not None:
-            frequencies = config.scaling.scaled(frequencies, theta=config.theta)
+            frequencies = config.scaling.scale(frequencies, theta=config.theta)
             magnitude = config.scaling.magnitude
         positions = torch.arange(config.max_positions, dtype=torch.float32, device=device)
         angles = torch.outer(positions, frequencies)
@@ -163,7 +163,7 @@ class RoPE(Configurable, nn.Module):
 
     def reset_buffers(self) -> None:
         """Recompute the tables after `to_empty` has moved the module off the meta device."""
-        self.cos_PD, self.sin_PD = self._tables(self.cos_PD.device)
+        self.cos_PD, self.sin_PD = self._compute_tables(self.cos_PD.device)
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each [T, 1, D] float32."""

@@ -65,7 +65,7 @@ def register_family(adapter: AdapterT) -> AdapterT:
     return adapter
 
 
-def family_adapter(model_type: str) -> type[DecoderAdapter]:
+def find_adapter(model_type: str) -> type[DecoderAdapter]:
     """Return the adapter of a family; raise ValueError if it is unknown."""
     if model_type not in FAMILIES:
         raise ValueError(
@@ -82,7 +82,7 @@ def family_adapter(model_type: str) -> type[DecoderAdapter]:
 
 def model_spec(family: str, flavor: str) -> ModelSpec:
     """Return the spec of a family's flavor; raise ValueError if either is unknown."""
-    spec: ModelSpec = import_module(family_adapter(family).__module__).model_registry(flavor)
+    spec: ModelSpec = import_module(find_adapter(family).__module__).model_registry(flavor)
     return spec
 
 
@@ -104,7 +104,7 @@ def spec_from_hf(
             "supported: must be 'gemma3_text', a folder of the text model alone, such as "
             "google/gemma-3-1b-it"
         )
-    adapter = adapter or family_adapter(model_type)
+    adapter = adapter or find_adapter(model_type)
     return ModelSpec(
         flavor=flavor or model_type, model=adapter.config_from_hf(dict(config)), adapter=adapter
     )

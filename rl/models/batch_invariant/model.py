@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl.models.attention import PackedAttention, SequenceLayout, keys_and_values
+from rl.models.attention import PackedAttention, SequenceLayout, select_keys
 from rl.models.decoder import Attention, Decoder, FeedForward
 from rl.models.spec import ModelSpec
 
@@ -109,6 +109,6 @@ class InvariantAttention(nn.Module):
         """Return [t, H, D]."""
         from rl.models.batch_invariant.functions import attend
 
-        k_NKD, v_NKD = keys_and_values(k_tKD, v_tKD, layout)
+        k_NKD, v_NKD = select_keys(k_tKD, v_tKD, layout)
         queries_S, keys_S = (x.long().numpy() for x in (layout.query_offsets, layout.key_offsets))
         return attend(q_tHD, k_NKD, v_NKD, queries_S, keys_S, window=self.window)

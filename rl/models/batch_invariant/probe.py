@@ -47,13 +47,13 @@ def check_machine(
         ValueError: naming the first failing layer, its dtype and the numbers of rows that differ.
     """
     for fan_in, fan_out in sorted(
-        set(linear_shapes(config, tensor_parallel_degree=tensor_parallel_degree))
+        set(list_linear_shapes(config, tensor_parallel_degree=tensor_parallel_degree))
     ):
         check_product(fan_in, fan_out, dtype=dtype, max_rows=max_rows)
     if float32_head:
         fan_out = round(config.vocab_size / tensor_parallel_degree)
         check_product(config.dim, fan_out, dtype=torch.float32, max_rows=max_rows)
-    counts, vocab_size = row_counts(max_rows), config.vocab_size
+    counts, vocab_size = list_row_counts(max_rows), config.vocab_size
     for width in sorted({config.dim, config.block.attention.head_dim}):
         norm = config.build_norm(width).to(dtype)
         check_rows(f"RMSNorm of width {width}", norm, width=width, dtype=dtype, counts=counts)
@@ -77,11 +77,11 @@ def check_product(fan_in: int, fan_out: int, *, dtype: torch.dtype, max_rows: in
         lambda x: F.linear(x, weight),
         width=fan_in,
         dtype=dtype,
-        counts=[count for count in row_counts(max_rows) if count <= most],
+        counts=[count for count in list_row_counts(max_rows) if count <= most],
     )
 
 
-def row_counts(max_rows: int) -> list[int]:
+def list_row_counts(max_rows: int) -> list[int]:
     """Return multiples of the tile: all small ones, then increasingly sparse ones up to
     `max_rows`.
     """
@@ -90,7 +90,7 @@ def row_counts(max_rows: int) -> list[int]:
     return [count * ROW_MULTIPLE for count in sorted(counts) if count <= tiles]
 
 
-def linear_shapes(
+def list_linear_shapes(
     config: Decoder.Config, *, tensor_parallel_degree: int
 ) -> Iterator[tuple[int, int]]:
     """Yield input and output features of each product of one rank."""
