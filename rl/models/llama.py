@@ -14,6 +14,8 @@ from rl.models.spec import ModelSpec, spec_of_flavor
 
 
 class LlamaAdapter(DecoderAdapter):
+    """Names, tensors and config.json of Llama, which are the defaults of the adapter."""
+
     model_type = "llama"
     architecture = "LlamaForCausalLM"
 
