@@ -61,7 +61,7 @@ def check_scales(
     *,
     block: tuple[int, int] | None,
 ) -> None:
-    """Raise ValueError, naming the tensor, unless FP8 weights alone have scales, one for each block."""
+    """Raise ValueError unless the FP8 weights alone have scales, one for each block."""
     for name, dtype in dtypes.items():
         scale = scale_of(name)
         if dtype != FP8:

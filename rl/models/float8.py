@@ -130,7 +130,7 @@ class Float8(ModelConverter):
         if self.config.precompute_float8_dynamic_scale_for_fsdp:
             import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)
 
-    def compute_plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
+    def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
         return unwrapped(tensor)
 
     def _choose_layers(self, linears: dict[str, nn.Linear]) -> list[str]:

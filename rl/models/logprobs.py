@@ -27,9 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from rl.distributed.collectives import all_reduce
 
 PART_NUMBERS = 1 << 19
-"""Logits that a CPU works on at once, so that every pass but the first finds them in a core's
-cache.
-"""
+"""Logits that a CPU works on at once, so that later passes find them in a core's cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +51,7 @@ def token_logprobs(
     chunk_logprobs: Callable[..., tuple[Tensor, Tensor]] | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return each target's logprob under `softmax(hidden @ weight.T / temperature)`, and the
-    entropy.
+    """Return each target's logprob under `softmax(hidden @ weight.T / temperature)`, and entropies.
 
     Logits are computed in the inputs' dtype, as in the generator (`Decoder.float32_head`),
     everything after them in float32. Under tensor parallelism hidden is a DTensor, replicated or
@@ -84,43 +81,53 @@ def token_logprobs(
     )
     if rows_R is None:
         return _compute_in_chunks(compute, chunk_tokens, hidden_TE, targets_T, temperatures_T)
-    needed = (x.index_select(0, rows_R) for x in (hidden_TE, targets_T, temperatures_T))
-    logprobs, entropy = (
-        x.new_zeros(targets_T.size(0), *x.shape[1:]).index_copy(0, rows_R, x)
-        for x in _compute_in_chunks(compute, chunk_tokens, *needed)
+    logprobs_R, entropy_R = _compute_in_chunks(
+        compute,
+        chunk_tokens,
+        hidden_TE.index_select(0, rows_R),
+        targets_T.index_select(0, rows_R),
+        temperatures_T.index_select(0, rows_R),
     )
-    return logprobs, entropy
+    num_tokens = targets_T.size(0)
+    logprobs = logprobs_R.new_zeros(num_tokens, *logprobs_R.shape[1:])
+    entropy = entropy_R.new_zeros(num_tokens)
+    return logprobs.index_copy(0, rows_R, logprobs_R), entropy.index_copy(0, rows_R, entropy_R)
 
 
 def _compute_in_chunks(
-    compute: Callable[..., tuple[Tensor, Tensor]], chunk_tokens: int | None, *inputs: Tensor
+    compute: Callable[..., tuple[Tensor, Tensor]],
+    chunk_tokens: int | None,
+    hidden: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return logprobs and entropies of the tokens, of which the backward recomputes one chunk after
-    another.
-    """
-    if chunk_tokens is None or inputs[0].size(0) <= chunk_tokens:
-        return compute(*inputs)
-    chunks = zip(*(x.split(chunk_tokens) for x in inputs), strict=True)
-    parts = [
-        checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in chunks
-    ]
-    logprobs, entropies = zip(*parts, strict=True)
+    """Return logprobs and entropies of the tokens; the backward recomputes chunk after chunk."""
+    if chunk_tokens is None or hidden.size(0) <= chunk_tokens:
+        return compute(hidden, targets, temperatures)
+    chunks = zip(
+        hidden.split(chunk_tokens),
+        targets.split(chunk_tokens),
+        temperatures.split(chunk_tokens),
+        strict=True,
+    )
+    logprobs, entropies = [], []
+    for chunk in chunks:
+        # Nothing is drawn at random, so there is no state to keep for the second computation.
+        results = checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False)
+        logprobs.append(results[0])
+        entropies.append(results[1])
     return torch.cat(logprobs), torch.cat(entropies)
 
 
 def _prepare_inputs(
     hidden_TE: Tensor, weight_VE: Tensor, *, loss_parallel: bool
 ) -> tuple[Tensor, Tensor, VocabularyShard | None]:
-    """Return all tokens and this rank's vocabulary rows as plain tensors, and where those rows
-    lie.
-    """
+    """Return all tokens and this rank's vocabulary rows as plain tensors, and the rows' place."""
     if not isinstance(weight_VE, DTensor):
-        return (
-            hidden_TE.full_tensor() if isinstance(hidden_TE, DTensor) else hidden_TE,
-            weight_VE,
-            None,
-        )
+        if isinstance(hidden_TE, DTensor):
+            hidden_TE = hidden_TE.full_tensor()
+        return hidden_TE, weight_VE, None
+
     mesh, (placement,) = weight_VE.device_mesh, weight_VE.placements
     if not placement.is_replicate() and not placement.is_shard(0):
         raise ValueError(f"head weight is placed as {placement}: must be Shard(0) or Replicate()")
@@ -150,15 +157,15 @@ def logprobs_of_chunk(
 ) -> tuple[Tensor, Tensor]:
     """Compute `token_logprobs` from plain tensors in one chunk."""
     logits_CV = F.linear(hidden_CE, weight)
+    # Our own functions save memory. A compiler saves it too, and sees through PyTorch's alone.
     if shard is not None or not (entropy_gradient or torch.compiler.is_compiling()):
         targets_CK = targets_C.view(targets_C.size(0), -1)
-        logprobs_CK, entropy_C = (
-            _Logprobs.apply(logits_CV, targets_CK, temperatures_C)
-            if shard is None
-            else _ShardedLogprobs.apply(
+        if shard is None:
+            logprobs_CK, entropy_C = _Logprobs.apply(logits_CV, targets_CK, temperatures_C)
+        else:
+            logprobs_CK, entropy_C = _ShardedLogprobs.apply(
                 logits_CV, targets_CK, temperatures_C, shard, entropy_gradient
             )
-        )
         # A sum of one number instead of a view: FSDP2's hooks on an output that is a view are lost
         # if a loss changes it in place.
         return (logprobs_CK if targets_C.ndim == 2 else logprobs_CK.sum(1)), entropy_C
@@ -220,14 +227,13 @@ class _Logprobs(torch.autograd.Function):
 
 def _split_rows(logits_CV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the rows of all tensors in parts that fit a CPU's caches; on a GPU in one part."""
+    # A GPU has no cache of this size, and would pay for each launch.
     num_rows = len(logits_CV) if logits_CV.is_cuda else max(1, PART_NUMBERS // logits_CV.size(1))
     return zip(*(x.split(max(1, num_rows)) for x in (logits_CV, *others)), strict=True)
 
 
 class _Entropy(torch.autograd.Function):
-    """Entropy of logprobs [C, V] that keeps one tensor for the backward, where autograd would keep
-    three.
-    """
+    """Entropy of logprobs [C, V] that keeps one tensor for the backward, where autograd keeps three."""
 
     @staticmethod
     def forward(ctx: Any, logprobs_CV: Tensor) -> Tensor:
@@ -243,8 +249,9 @@ class _Entropy(torch.autograd.Function):
 
 
 class _ShardedLogprobs(torch.autograd.Function):
-    """Logprobs [C, K] and entropy [C] of vocabulary-sharded logits [C, W], with two reductions in
-    the forward.
+    """Logprobs [C, K] and entropy [C] of vocabulary-sharded logits [C, W].
+
+    The forward has two reductions over the ranks, the backward none.
     """
 
     @staticmethod
@@ -259,12 +266,16 @@ class _ShardedLogprobs(torch.autograd.Function):
         scaled_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
         maxima_C = all_reduce(scaled_CW.amax(-1), "max", shard.group)
         scaled_CW -= maxima_C.unsqueeze(1)
+
+        # Both sums and the targets' logits in one reduction; only the rank that holds a target adds
+        # its logit.
         rows_CK, is_here_CK = _find_local_rows(targets_CK, shard.first_row, logits_CW.size(1))
         here_CK = torch.where(is_here_CK, scaled_CW.gather(1, rows_CK), 0.0)
         exponentials_CW = scaled_CW.exp()
         sums = torch.stack((exponentials_CW.sum(-1), (exponentials_CW * scaled_CW).sum(-1)), dim=1)
         reduced = all_reduce(torch.cat((sums, here_CK), dim=1), "sum", shard.group)
         total_C, weighted_C = reduced[:, 0], reduced[:, 1]
+
         log_total_C = total_C.log()
         entropy_C = log_total_C - weighted_C / total_C
         saved = (logits_CW, targets_CK, temperatures_C, maxima_C + log_total_C)
@@ -294,9 +305,7 @@ class _ShardedLogprobs(torch.autograd.Function):
 
 
 def _find_local_rows(targets_CK: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return each target's row in this rank's part of the vocabulary, or 0, and whether it is
-    there.
-    """
+    """Return each target's row in this rank's part of the vocabulary, or 0, and if it is there."""
     rows_CK = targets_CK - first_row
     is_here_CK = (rows_CK >= 0) & (rows_CK < num_rows)
     return torch.where(is_here_CK, rows_CK, 0), is_here_CK
