@@ -65,12 +65,12 @@ def tiny_async() -> Controller.Config:
 
 def tiny_fsdp2() -> Controller.Config:
     """FSDP over two processes: parameters, gradients and optimizer state are sharded."""
-    return _tiny_on(shards=2)
+    return _split_tiny(shards=2)
 
 
 def tiny_tp2() -> Controller.Config:
     """Tensor parallelism over two processes, in the trainer and in the generator."""
-    config = _tiny_on(tensor_parallel=2)
+    config = _split_tiny(tensor_parallel=2)
     # Batch invariance needs gathered logits, which defeats the purpose of tensor parallelism.
     config.batch_invariant = False
     config.generator.tensor_parallel_degree = 2
@@ -80,19 +80,19 @@ def tiny_tp2() -> Controller.Config:
 
 def tiny_ddp2() -> Controller.Config:
     """Data parallelism: two copies of the model that sum their gradients."""
-    return _tiny_on(shards=1, replicas=2)
+    return _split_tiny(shards=1, replicas=2)
 
 
 def tiny_fsdp2_tp2() -> Controller.Config:
     """FSDP over two groups of two tensor-parallel processes; the generator has one process."""
-    config = _tiny_on(shards=2, tensor_parallel=2)
+    config = _split_tiny(shards=2, tensor_parallel=2)
     config.batch_invariant = False  # Trainer and generator split sums differently.
     return config
 
 
 def tiny_pp2() -> Controller.Config:
     """Pipeline parallelism: each of two processes has half of the layers."""
-    config = _tiny_on(pipeline=2)
+    config = _split_tiny(pipeline=2)
     # Six micro-batches or so: with one each, the two would take turns.
     config.trainer.parallelism.pipeline_parallel_microbatch_size = 32
     return config
@@ -171,7 +171,7 @@ def on_task(
     return config
 
 
-def _tiny_on(
+def _split_tiny(
     *, shards: int = -1, replicas: int = 1, tensor_parallel: int = 1, pipeline: int = 1
 ) -> Controller.Config:
     config = tiny()

@@ -233,7 +233,7 @@ def _split_rows(logits_CV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ..
 
 
 class _Entropy(torch.autograd.Function):
-    """Entropy of logprobs [C, V] that keeps one tensor for the backward, where autograd keeps three."""
+    """Entropy of logprobs [C, V] that keeps one tensor for the backward; autograd keeps three."""
 
     @staticmethod
     def forward(ctx: Any, logprobs_CV: Tensor) -> Tensor:

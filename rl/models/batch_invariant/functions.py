@@ -1,5 +1,6 @@
-"""The batch-invariant kernels as PyTorch functions, with gradients, on several threads; shapes as
-in `kernels.py`.
+"""The batch-invariant kernels as PyTorch functions, with gradients, on several threads.
+
+Shapes are as in `kernels.py`.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ def attend(
 
 
 class _Attention(torch.autograd.Function):
+    """`kernels.attend_packed` of float32 tensors, with its gradient."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -61,7 +64,8 @@ class _Attention(torch.autograd.Function):
         window: int,
     ) -> Tensor:
         out = torch.empty(q.shape)
-        arguments = (*map(_to_array, (q, k, v)), queries_S, keys_S, window, _to_array(out))
+        inputs = _to_array(q), _to_array(k), _to_array(v)
+        arguments = (*inputs, queries_S, keys_S, window, _to_array(out))
         work = _count_work(queries_S, np.diff(keys_S), q.size(1), q.size(2), k.size(1))
         share(lambda begin, end: kernels.attend_packed(*arguments, begin, end), work)
         ctx.save_for_backward(q, k, v)
@@ -98,7 +102,7 @@ def attend_to_cache(
     """
     q = q_THD.float() * q_THD.size(-1) ** -0.5
     out = torch.zeros(q.shape)
-    queries, lengths = (x.numpy().astype(np.int64) for x in (queries_S, lengths_S))
+    queries, lengths = queries_S.numpy().astype(np.int64), lengths_S.numpy().astype(np.int64)
     sizes = block_size, window or UNLIMITED
     arguments = (
         _to_array(q),
@@ -124,6 +128,7 @@ def store_in_cache(
         cache: [blocks, K, ...] with room for 2 x block size x D numbers each, contiguous, in the
             dtype of keys and values: keys [D, block size], then values [block size, D].
     """
+    # vLLM gives padding tokens a negative slot.
     is_stored_T = slots_T >= 0
     blocks, places = slots_T[is_stored_T] // block_size, slots_T[is_stored_T] % block_size
     shape, size = (k_TKD.size(2), block_size), k_TKD.size(2) * block_size
@@ -133,6 +138,8 @@ def store_in_cache(
 
 
 class _Gated(torch.autograd.Function):
+    """`kernels.compute_gated` of [groups, 2, W] float32, with its gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, factors: tuple[float, float]) -> Tensor:
         out = torch.empty(x.size(0), x.size(-1))
@@ -189,11 +196,12 @@ def share(run: Callable[[int, int], None], work: np.ndarray) -> None:
     if num_shares == 1:
         run(0, num_tasks)
         return
+    # Bounds where the work, not the number of tasks, is divided evenly.
     ends = np.searchsorted(work, total * np.arange(1, num_shares) // num_shares)
-    bounds = [0, *(int(end) for end in ends), num_tasks]
+    bounds = [0, *ends.tolist(), num_tasks]
     pool = _get_threads(num_shares - 1)
     others = [pool.submit(run, begin, end) for begin, end in pairwise(bounds[1:])]
-    run(bounds[0], bounds[1])
+    run(bounds[0], bounds[1])  # The caller computes too, rather than wait.
     for other in others:
         other.result()
 
@@ -206,6 +214,7 @@ def _get_threads(count: int) -> ThreadPoolExecutor:
 def _count_work(
     queries_S: np.ndarray, lengths_S: np.ndarray, num_heads: int, head_dim: int, num_kv_heads: int
 ) -> np.ndarray:
+    # Two products, with the keys and with the values, for each head of a group.
     per_segment = np.diff(queries_S) * lengths_S * (num_heads // num_kv_heads * 2 * head_dim)
     return np.concatenate(([0], np.repeat(per_segment, num_kv_heads).cumsum()))
 

@@ -120,11 +120,13 @@ _ROUND_BITS = np.int32(0x4B400000)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
 # Cephes' polynomial for exp on [-ln 2 / 2, ln 2 / 2].
-_C0, _C1, _C2, _C3, _C4, _C5 = (
-    np.float32(c)
-    for c in (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 4.16657959e-2, 1.66666655e-1,
-        5.00000012e-1)
-)  # fmt: skip
+_C0 = np.float32(1.98756915e-4)
+_C1 = np.float32(1.39819995e-3)
+_C2 = np.float32(8.33345191e-3)
+_C3 = np.float32(4.16657959e-2)
+_C4 = np.float32(1.66666655e-1)
+_C5 = np.float32(5.00000012e-1)
+# Beyond these the power of two of the result would not be a normal float32.
 _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 
 
@@ -132,15 +134,20 @@ _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 def _compute_exponential(x: Any) -> Any:
     """Return exp of a float32 with a relative error of 1e-7, the argument clamped to -87 .. 88."""
     x = min(max(x, _LOWEST), _HIGHEST)
+    # x = exponent ln 2 + rest; the addend leaves the nearest integer in the low bits.
     shifted = _multiply_add(x, _LOG2_E, _ROUND)
     exponent = shifted - _ROUND
     rest = _multiply_add(exponent, -_LN2_LOW, _multiply_add(exponent, -_LN2_HIGH, x))
+
+    # Horner's scheme, in this order in every lane.
     y = _multiply_add(_C0, rest, _C1)
     y = _multiply_add(y, rest, _C2)
     y = _multiply_add(y, rest, _C3)
     y = _multiply_add(y, rest, _C4)
     y = _multiply_add(y, rest, _C5)
     y = _multiply_add(y, rest * rest, rest) + _ONE
+
+    # 2^exponent, written into the bits of a float32.
     power = (np.float32(shifted).view(np.int32) - _ROUND_BITS + np.int32(127)) << np.int32(23)
     return y * np.int32(power).view(np.float32)
 
@@ -211,6 +218,7 @@ def _compute_softmax(s: Any, start: int, count: int, lanes: Any) -> Any:
     """Replace s[start:count] by exp(s - max), and the rest of the first and last lanes by 0; return
     the sum.
     """
+    # Places outside take a score that is there, so that they do not change the maximum.
     width = _round_up(count, LANES)
     s[:start] = s[start]
     s[count:width] = s[start]
@@ -222,10 +230,13 @@ def _compute_softmax(s: Any, start: int, count: int, lanes: Any) -> Any:
     largest = lanes[0]
     for lane in range(1, LANES):
         largest = max(largest, lanes[lane])
+
     for j in range(width):
         s[j] = _compute_exponential(s[j] - largest)
     s[:start] = _ZERO
     s[count:width] = _ZERO
+
+    # Sixteen partial sums, added in one fixed tree: the order does not depend on the width.
     for lane in range(LANES):
         lanes[lane] = s[lane]
     for first in range(LANES, width, LANES):
@@ -261,6 +272,7 @@ def _attend(q: Any, columns: Any, rows: Any, hidden: int, window: int, out: Any)
     lanes, totals = np.empty(LANES, np.float32), np.empty(ROWS, np.float32)
     for top in range(0, q.shape[0] * G, ROWS):
         last, tile = min(top + ROWS, q.shape[0] * G) - 1, x[top : top + ROWS]
+        # Keys beyond those that the tile's last query sees are not computed.
         seen = hidden + last // G + 1
         base = _find_first_key(hidden + top // G + 1, window)
         s[:] = _ZERO
@@ -271,6 +283,7 @@ def _attend(q: Any, columns: Any, rows: Any, hidden: int, window: int, out: Any)
                 s[row, base:], max(0, count - window - base), count - base, lanes
             )
             s[row, count:seen] = _ZERO
+        # The tile of queries is used up, and takes the result.
         tile[:] = _ZERO
         _add_product(s[:, base:], rows[base:], seen - base, tile)
         for row in range(top, last + 1):
@@ -324,12 +337,14 @@ def attend_paged(
     for task in range(begin, end):
         a, h = task // K, task % K
         hidden = lengths[a] - (queries[a + 1] - queries[a])
+        # Blocks before the window of the first query are not read.
         for first in range(_find_first_key(hidden + 1, window) // B * B, lengths[a], B):
             block, count = cache[tables[a, first // B], h], min(B, lengths[a] - first)
             for d in range(D):
                 part, column = block[d * B : (d + 1) * B], columns[d, first : first + B]
                 for j in range(B):
                     column[j] = _read_number(part[j])
+            # Only the keys that exist: an unused place of a block may hold anything, even NaN.
             for j in range(count):
                 part, row = block[(B + j) * D : (B + j + 1) * D], rows[first + j]
                 for d in range(D):
@@ -376,6 +391,7 @@ def attend_packed_backward(
         )
         k_columns, v_columns = np.ascontiguousarray(k_rows.T), np.ascontiguousarray(v_rows.T)
         dk_rows, dv_rows = np.zeros((2, *k_rows.shape), np.float32)
+        # The order of blocks and of heads fixes the order of each key's sum.
         for top in range(queries[a], queries[a + 1], BLOCK_TOKENS):
             tokens = slice(top, min(top + BLOCK_TOKENS, queries[a + 1]))
             heads, size = slice(h * G, h * G + G), tokens.stop - top
@@ -384,6 +400,7 @@ def attend_packed_backward(
             p, s = np.zeros((2, len(x), len(k_rows)), np.float32)
             first = num_keys - num_tokens + top - queries[a] + 1
             for row in range(0, size * G, ROWS):
+                # The scores are computed again: the forward keeps none.
                 four, last = slice(row, row + ROWS), min(row + ROWS, size * G) - 1
                 seen = first + last // G
                 base, width = _find_first_key(first + row // G, window), _round_up(seen, COLUMNS)
@@ -396,6 +413,7 @@ def attend_packed_backward(
                 _add_product(s[four, base:], k_rows[base:], seen - base, y[four])
             for row in range(size * G):
                 dq[top + row // G, h * G + row % G] = y[row, :D]
+            # A key's gradient is a sum over the queries of all heads of its group.
             seen = _round_up(first + size - 1, ROWS)
             for g in range(G):
                 _add_product(s[g : size * G : G].T, x[g::G], size, dk_rows[:seen])
