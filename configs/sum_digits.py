@@ -37,6 +37,7 @@ def tiny() -> Controller.Config:
         # cost.
         batch_invariant=None,
         model=model_registry("tiny"),
+        # `hf_assets_path` on the command line may name another model.
         any_model_size=True,
         task=SumDigits.Config(num_integers=2, num_eval=512, haste=0.85),
         warmup=SupervisedWarmup.Config(),
@@ -104,9 +105,8 @@ def tiny_moe() -> Controller.Config:
     config.description = "Qwen3 MoE of 2.1M parameters on sum-digits, on a CPU"
     config.model = model_spec("qwen3_moe", "tiny")
     config.batch_invariant = False
-    config.generator.enforce_eager = (
-        True  # On a GPU the products of experts in float32 wait for the host.
-    )
+    # On a GPU the products of experts in float32 wait for the host.
+    config.generator.enforce_eager = True
     # If two experts score almost the same, trainer and generator may choose differently. That is
     # rare, but the logprobs then differ by the difference between two experts.
     config.loop.max_logprob_diff = 1e-3
@@ -142,8 +142,12 @@ def ahead(config: Controller.Config) -> Controller.Config:
     """Generate one step ahead of training, each on one CPU core."""
     config.description = f"{config.description}, generation ahead of training"
     config.loop.max_off_policy_steps = 1
+    # Samples are one step old, so the loss corrects for the policy that drew them.
     config.trainer.loss = GRPOLoss(correction=ImportanceCorrection(high=2.0))
-    config.trainer.num_threads = config.generator.num_threads = 1
+    # Both compute at the same time, so they share the two cores.
+    config.trainer.num_threads = 1
+    config.generator.num_threads = 1
+    # Replies go on over an update, rather than be drawn again.
     config.generator.on_update = "keep"
     return config
 
@@ -181,6 +185,8 @@ def _split_tiny(
         tensor_parallel_degree=tensor_parallel,
         pipeline_parallel_degree=pipeline,
     )
+    # A degree of -1 takes all processes, here one.
     config.trainer.num_procs = abs(shards) * replicas * tensor_parallel * pipeline
+    # Several processes on two cores: more threads would wait for each other.
     config.trainer.num_threads = 1
     return config

@@ -462,9 +462,11 @@ def _check_one_source(folder: Path, weight_map: dict[str, str]) -> None:
 def _read_weight_map(file: Path) -> dict[str, str]:
     """Return the file name of each tensor."""
     weight_map = read_json_object(file).get("weight_map")
-    is_object = isinstance(weight_map, dict)
-    if not is_object or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"file {file} has no weight_map, an object of file names by tensor")
+    message = f"file {file} has no weight_map, an object of file names by tensor"
+    if not isinstance(weight_map, dict):
+        raise ValueError(message)
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(message)
     # A path would read a file of another folder, which nobody has checked.
     for tensor, name in weight_map.items():
         if not name or Path(name).name != name:
