@@ -52,6 +52,7 @@ def resolve_assets(
         if folder is None:
             raise UnpreparedError(f"{text}, which a run would download")
         return folder
+    # Refused rather than ignored: the user means a model on the hub.
     if revision is not None:
         raise ValueError(
             f"hf_revision={revision!r}: must be None, as {text} is not on the hub but on this "

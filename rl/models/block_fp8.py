@@ -70,6 +70,7 @@ def check_scales(
                     f"tensor {name} has scales, {scale}, but is of {dtype}: must be {FP8}"
                 )
             continue
+        # Without scales the weight would be read as if every scale were 1.
         if block is None:
             raise ValueError(
                 f"tensor {name} is of {FP8}, but config.json has no quantization_config"

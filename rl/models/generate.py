@@ -81,6 +81,7 @@ def generate(
         >>> completions[0].finish_reason
         'length'
     """
+    # Refused rather than ignored: the completion would go on after the text.
     if sampling.stop_texts:
         raise ValueError(
             f"stop_texts={sampling.stop_texts}: must be empty here, because they need a tokenizer; "
@@ -122,6 +123,7 @@ def build_requests(
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) < context:
             raise ValueError(f"prompt {i} has {len(prompt)} tokens: must be 1 to {context - 1}")
+    # Without a seed a common number is drawn, from which all requests derive theirs.
     common = int(torch.randint(2**62, ()).item()) if sampling.seed is None else sampling.seed
     seeds = request_seeds(prompts, seed=common, num_samples=sampling.num_samples)
     requests: list[CompletionRequest] = []

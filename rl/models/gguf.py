@@ -144,6 +144,7 @@ def _read_settings(file: Path) -> tuple[dict[str, Any], list[str]]:
         raise ValueError(
             f"{file}: block_count={num_layers}: the file has only {len(tensor_names)} tensors"
         )
+    # The first part alone would be converted as a model with missing tensors.
     if settings.get("split.count", 1) > 1:
         raise ValueError(
             f"{file}: is one of several parts: join them with `llama-gguf-split --merge`"
@@ -228,6 +229,7 @@ def _check_fit(
     """Raise ValueError for a partly rotated head, or a tensor that no parameter is made of."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
+    # The decoder rotates whole heads.
     architecture, head_dim = settings["general.architecture"], model.block.attention.head_dim
     rotated = settings.get(f"{architecture}.rope.dimension_count", head_dim)
     if rotated != head_dim:

@@ -116,6 +116,7 @@ class HFFolder:
                 self.shapes[tensor], dtypes[tensor] = shape, dtype
                 self.files[tensor] = file
 
+        # After all headers, so that the message can tell a quantized model by its other tensors.
         self._check_dtypes(dtypes)
         for tensor, name in weight_map.items():
             if self.files.get(tensor) != self.path / name:

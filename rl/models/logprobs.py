@@ -88,6 +88,7 @@ def token_logprobs(
         targets_T.index_select(0, rows_R),
         temperatures_T.index_select(0, rows_R),
     )
+    # Back to the places of all tokens, so that callers index by token.
     num_tokens = targets_T.size(0)
     logprobs = logprobs_R.new_zeros(num_tokens, *logprobs_R.shape[1:])
     entropy = entropy_R.new_zeros(num_tokens)
@@ -169,6 +170,8 @@ def logprobs_of_chunk(
         # A sum of one number instead of a view: FSDP2's hooks on an output that is a view are lost
         # if a loss changes it in place.
         return (logprobs_CK if targets_C.ndim == 2 else logprobs_CK.sum(1)), entropy_C
+
+    # From here on PyTorch's functions alone, with their own gradients.
     logprobs_CV = torch.log_softmax(logits_CV.float() / temperatures_C.unsqueeze(1), dim=-1)
     if targets_C.ndim == 2:
         logprobs_C = logprobs_CV.gather(1, targets_C)
@@ -200,6 +203,7 @@ class _Logprobs(torch.autograd.Function):
         for logits, targets, temperatures in _split_rows(logits_CV, targets_CK, temperatures_C):
             logprobs = torch.log_softmax(logits.float() / temperatures.unsqueeze(1), dim=-1)
             probabilities = logprobs.exp()
+            # The logits are not needed again: their memory takes the probabilities.
             logits.copy_(probabilities)
             of_targets = logprobs.gather(1, targets), probabilities.gather(1, targets)
             parts.append((*of_targets, -probabilities.mul_(logprobs).sum(-1)))
@@ -263,6 +267,7 @@ class _ShardedLogprobs(torch.autograd.Function):
         shard: VocabularyShard,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
+        # The maximum of all ranks is subtracted, or exponentials would overflow.
         scaled_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
         maxima_C = all_reduce(scaled_CW.amax(-1), "max", shard.group)
         scaled_CW -= maxima_C.unsqueeze(1)
@@ -288,6 +293,7 @@ class _ShardedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits_CW, targets_CK, temperatures_C, log_normalizer_C, *entropy = ctx.saved_tensors
+        # Computed again from the logits in their own dtype, rather than kept in float32.
         logprobs_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
         logprobs_CW -= log_normalizer_C.unsqueeze(1)
         # d logprob / d logit = (1 if target else 0) - probability, and

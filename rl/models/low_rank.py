@@ -69,6 +69,7 @@ class LowRank(nn.Module):
         self._whole_rows_ON = torch.stack(sources_ON, dim=1)
         # With one A for all rows the mask is all ones, and the products are plain.
         self._everywhere = bool(self._whole_rows_ON.all())
+        # This rank's part of the rows, until `follow` divides them.
         self._rows_split, self._rows_index = 1, 0
         self.register_buffer(
             "rows_ON", self._take_local_rows(linear.weight.device), persistent=False

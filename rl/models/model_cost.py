@@ -56,6 +56,7 @@ class ModelWork:
 
         Experts are assumed to be chosen uniformly at random.
         """
+        # An expert is read in a step unless no token of the step chose it.
         unread = (1.0 - self.chosen) ** (tokens / steps) if steps else 1.0
         weights = steps * (self.read + self.experts * (1.0 - unread))
         return itemsize * (weights + attended * self.cached)
@@ -78,6 +79,7 @@ def model_work(model: Decoder.Config, *, converted: nn.Module | None = None) -> 
             converted = model.build()
     assert isinstance(converted, Decoder)
     module = converted
+    # Sizes come from the config, numbers of weights from the module, which converters change.
     attention = model.block.attention
     feed_forward: Any = model.block.feed_forward
     chosen = feed_forward.num_experts_per_token / model.num_experts if model.has_experts else 0.0

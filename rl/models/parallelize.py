@@ -276,6 +276,7 @@ def parallelize_decoder_generator(model: Decoder, mesh: DeviceMesh) -> Decoder:
     """
     if mesh.size() == 1:
         return model
+    # Explicit collectives have no gradient.
     model.requires_grad_(False)
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
@@ -297,6 +298,7 @@ def generator_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
         return linear_head(hidden_TE, weight_VE)
     mesh = weight_VE.device_mesh
     part = F.linear(hidden_TE, local_tensor(weight_VE))
+    # Gathered on every rank, because each of them samples.
     parts = [torch.empty_like(part) for _ in range(mesh.size())]
     dist.all_gather(parts, part, group=mesh.get_group())
     return torch.cat(parts, dim=1)

@@ -137,6 +137,7 @@ def write_peft_folder(
             tensors[get_peft_name(name, "a")] = a_RI.cpu().contiguous()
             tensors[get_peft_name(name, "b")] = b_OR.cpu().contiguous()
         save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        # All settings that change the product are written, whatever PEFT's defaults are.
         content = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -177,6 +178,7 @@ def read_peft_folder(
     for name, (num_in, num_out) in widths.items():
         shapes[get_peft_name(name, "a")] = (rank, num_in)
         shapes[get_peft_name(name, "b")] = (num_out, rank)
+    # Every factor must be there: a weight without factors would stay as in the base model.
     _check_tensors(tensors, shapes, file=file)
 
     factors: dict[str, tuple[Tensor, Tensor]] = {}
@@ -289,6 +291,7 @@ def _check_settings(
 
 def _check_names(unknown: Collection[str], *, file: Path) -> None:
     """Raise ValueError that says what a tensor is, if its name tells that it is no factor."""
+    # Sorted, so that the message is the same in every run and on every rank.
     for name in sorted(unknown):
         for pattern, meaning in _FOREIGN.items():
             if re.search(pattern, name):

@@ -106,6 +106,7 @@ class Qwen3MoeAdapter(DecoderAdapter):
             return super().to_hf(name, tensor)
         parts: list[Tensor] = []
         for expert in tensor:
+            # The gate's rows and the up projection's are separate matrices in the files.
             if leaf == "gate_up_proj":
                 parts += self.split_groups(expert, (1, 1), num_groups=self.num_groups)
             else:

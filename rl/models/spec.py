@@ -117,6 +117,7 @@ def spec_from_hf(
         >>> spec_from_hf(config).model.dim
         576
     """
+    # Named apart, because the folder of the text model alone is often what the user wants.
     model_type = str(config.get("model_type"))
     if model_type == "gemma3":
         raise ValueError(

@@ -250,6 +250,7 @@ def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any,
         # vocabulary.
         added = tokenizer.added_tokens_decoder.keys()
         stop_ids = tuple(sorted({*stop_ids, *(added & set(_end_ids(folder / "config.json")))}))
+    # transformers raises all of these for malformed files.
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         if str(folder) in str(error):
             raise
@@ -299,6 +300,7 @@ def tokens_before_text(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that the tokenizer puts before a text, such as `<s>`; most put none."""
     inner = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a", add_special_tokens=True)
+    # Searched rather than cut off: a tokenizer may also put tokens after a text.
     for place in range(len(whole) - len(inner) + 1):
         if whole[place : place + len(inner)] == inner:
             return tuple(whole[:place])
@@ -328,10 +330,12 @@ class TokenizerFingerprint:
 
     def differences(self, other: TokenizerFingerprint, *, tokens_alone: bool) -> list[str]:
         """Return the names of the files that differ; with `tokens_alone` those of `TOKEN_FILES`."""
+        # Templates have any names, so those of both tokenizers are compared.
         templates = sorted({*self.parts, *other.parts} - {*TOKENIZER_FILES})
         names: Sequence[str] = TOKEN_FILES if tokens_alone else (*TOKENIZER_FILES, *templates)
         if tokens_alone and "tokenizer.json" in self.parts and "tokenizer.json" in other.parts:
             names = TOKEN_FILES[:-1]
+        # A file that one of them did not record cannot be told from a missing file.
         if not (self.complete and other.complete):
             names = [name for name in names if name in _FIRST_FILES]
         return [name for name in names if self.parts.get(name) != other.parts.get(name)]

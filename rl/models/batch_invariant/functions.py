@@ -44,6 +44,7 @@ def attend(
     """
     # Scaled outside the kernel, as over a cache: the same product with the same rounding.
     scaled_THD = q_THD.float() * q_THD.size(-1) ** -0.5
+    # Compiled kernels have no optional arguments: no window is a window longer than any sequence.
     out: Tensor = _Attention.apply(
         scaled_THD, k_NKD.float(), v_NKD.float(), queries_S, keys_S, window or UNLIMITED
     )
@@ -200,6 +201,7 @@ def share(run: Callable[[int, int], None], work: np.ndarray) -> None:
     ends = np.searchsorted(work, total * np.arange(1, num_shares) // num_shares)
     bounds = [0, *ends.tolist(), num_tasks]
     pool = _get_threads(num_shares - 1)
+    # Kernels release the interpreter's lock, so threads compute at the same time.
     others = [pool.submit(run, begin, end) for begin, end in pairwise(bounds[1:])]
     run(bounds[0], bounds[1])  # The caller computes too, rather than wait.
     for other in others:

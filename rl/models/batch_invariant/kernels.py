@@ -89,6 +89,8 @@ def _add_tile(typingctx: Any, a: Any, row: Any, b: Any, column: Any, count: Any,
             first = builder.insert_element(undefined, number, ir.Constant(_INT32, 0))
             return builder.shuffle_vector(first, undefined, ir.Constant(lanes, [0] * LANES))
 
+        # The tile's sums stay in registers over the whole loop: a load and a store for each step
+        # would cost more than the multiply-add.
         halves = [shifted(column, 0), shifted(column, LANES)]
         rows = [shifted(row, r) for r in range(ROWS)]
         places = [pointer(5, row, half, _VECTOR) for row in rows for half in halves]
@@ -308,6 +310,7 @@ def attend_packed(
     """
     K, G = k.shape[1], q.shape[1] // k.shape[1]
     for task in range(begin, end):
+        # Copies in whole tiles, so that the products need no bounds checks.
         a, h = task // K, task % K
         columns = np.ascontiguousarray(_pad_to_tiles(k[keys[a] : keys[a + 1], h]).T)
         rows = _pad_to_tiles(v[keys[a] : keys[a + 1], h])

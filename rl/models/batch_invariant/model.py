@@ -46,6 +46,7 @@ def make_batch_invariant(model: nn.Module, *, spec: ModelSpec, device: torch.dev
         _split_no_sums()
     for module in model.modules():
         if isinstance(module, Decoder):
+            # Trainer and samplers pad the tokens of each forward to it.
             module.row_multiple = ROW_MULTIPLE
         if isinstance(module, Attention) and isinstance(module.core, PackedAttention):
             window = module.core.window
@@ -67,6 +68,7 @@ def _split_no_sums() -> None:
     """Configure this process's matrix products on a GPU as vLLM does on Hopper, before the first
     product.
     """
+    # The libraries read these when they are first used.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
     matmul: Any = torch.backends.cuda.matmul
