@@ -1,8 +1,6 @@
-"""Private names of PyTorch and torchao that the models need, and differences between versions."""
+"""Private names of PyTorch that the models need, and differences between its versions."""
 
 from __future__ import annotations
-
-from importlib import import_module
 
 import torch
 from torch import Tensor, nn
@@ -61,14 +59,3 @@ def has_forward_hooks(module: nn.Module) -> bool:
     PyTorch 2.13 has methods to add hooks and none to list them.
     """
     return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def multiply_groups_by_torchao(x_SE: Tensor, weight_NEF: Tensor, ends_N: Tensor) -> Tensor:
-    """Multiply the rows of each group with the group's weight in float8, in bfloat16 [S, F].
-
-    torchao 0.18 exports the product under this private name alone. Its own padding of the groups is
-    off, because the caller has padded them. `ends_N` is int32.
-    """
-    product = import_module("torchao.prototype.moe_training")._to_fp8_rowwise_then_scaled_grouped_mm
-    out_SF: Tensor = product(x_SE, weight_NEF, ends_N, pad_token_groups_for_grouped_mm=False)
-    return out_SF

@@ -1,8 +1,8 @@
 """Float8 matrix products in linear layers and in the experts of a mixture, from torchao.
 
 Weights keep their dtype in training and for the optimizer: inputs, weights and gradients are scaled
-and cast for each product, with dynamic scales. torchao is only imported here, and only if a config
-asks for it.
+and cast for each product, with dynamic scales. torchao is only imported here and in
+`float8_private.py`, and only if a config asks for it.
 
 Shape legend: S rows in the order of their experts, N experts, E and F the widths of a product.
 """
@@ -21,8 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from rl.distributed.mesh import Degrees
 from rl.distributed.sharding import unwrapped
-from rl.models.compat import has_forward_hooks, multiply_groups_by_torchao
+from rl.models.compat import has_forward_hooks
 from rl.models.converter import ModelConverter
+from rl.models.float8_private import multiply_groups_by_torchao
 from rl.models.moe import GroupedExperts, grouped_linear, slice_groups
 from rl.models.spec import ModelSpec
 
