@@ -37,7 +37,8 @@ def grpo(config: Controller.Config) -> Controller.Config:
 
     Add the paper's KL term with `with_kl`.
     """
-    return _with(config, GRPOLoss(normalization="sequence_mean"), Advantage(scale="group_std"))
+    # As in the paper; `GRPOLoss` has another default.
+    return _set(config, GRPOLoss(normalization="sequence_mean"), Advantage(scale="group_std"))
 
 
 def dr_grpo(config: Controller.Config) -> Controller.Config:
@@ -46,7 +47,7 @@ def dr_grpo(config: Controller.Config) -> Controller.Config:
     The constant divisor is `loop.sampling.max_tokens`. To change that on the command line, also set
     `--trainer.loss.tokens_per_sequence`.
     """
-    return _with(
+    return _set(
         config, DrGRPOLoss(tokens_per_sequence=config.loop.sampling.max_tokens), Advantage()
     )
 
@@ -55,24 +56,25 @@ def dapo(config: Controller.Config) -> Controller.Config:
     """A higher upper clip bound, the mean over tokens, dynamic sampling, and the soft overlong
     punishment.
     """
+    # Dynamic sampling: groups whose rewards are all equal have no gradient.
     config.loop.drop_zero_advantage_groups = True
     config.loop.overlong = OverlongPunishment(enable=True, buffer_tokens=None)
-    return _with(config, DAPOLoss(), Advantage(scale="group_std"))
+    return _set(config, DAPOLoss(), Advantage(scale="group_std"))
 
 
 def gspo(config: Controller.Config) -> Controller.Config:
     """Ratios and clip bounds for whole sequences."""
-    return _with(config, GSPOLoss(), Advantage(scale="group_std"))
+    return _set(config, GSPOLoss(), Advantage(scale="group_std"))
 
 
 def cispo(config: Controller.Config) -> Controller.Config:
     """Clipped ratios that keep their gradient."""
-    return _with(config, CISPOLoss(), Advantage(scale="group_std"))
+    return _set(config, CISPOLoss(), Advantage(scale="group_std"))
 
 
 def rloo(config: Controller.Config) -> Controller.Config:
     """A whole sequence as one action, with the mean of the group's other rewards as baseline."""
-    return _with(config, RLOOLoss(), Advantage(baseline="leave_one_out"))
+    return _set(config, RLOOLoss(), Advantage(baseline="leave_one_out"))
 
 
 def reinforce_plus_plus(config: Controller.Config) -> Controller.Config:
@@ -82,7 +84,7 @@ def reinforce_plus_plus(config: Controller.Config) -> Controller.Config:
     config.loop.kl_reward = KLReward(coef=0.001)
     config.trainer.reference.enable = True
     advantage = Advantage(baseline="batch_mean", scale="batch_std", credit="token")
-    return _with(config, ReinforcePlusPlusLoss(), advantage)
+    return _set(config, ReinforcePlusPlusLoss(), advantage)
 
 
 def reinforce_plus_plus_baseline(config: Controller.Config) -> Controller.Config:
@@ -90,22 +92,22 @@ def reinforce_plus_plus_baseline(config: Controller.Config) -> Controller.Config
 
     Add the paper's KL term with `with_kl` and the estimator k2.
     """
-    return _with(config, ReinforcePlusPlusLoss(), Advantage(scale="batch_std"))
+    return _set(config, ReinforcePlusPlusLoss(), Advantage(scale="batch_std"))
 
 
 def ppo(config: Controller.Config) -> Controller.Config:
     """PPO's clipping, with rewards whitened over the batch instead of a critic."""
-    return _with(config, PPOLoss(), Advantage(baseline="batch_mean", scale="batch_std"))
+    return _set(config, PPOLoss(), Advantage(baseline="batch_mean", scale="batch_std"))
 
 
 def importance_sampling(config: Controller.Config) -> Controller.Config:
     """The policy gradient with an importance ratio and no clipping."""
-    return _with(config, ImportanceSamplingLoss(), Advantage())
+    return _set(config, ImportanceSamplingLoss(), Advantage())
 
 
 def dro(config: Controller.Config) -> Controller.Config:
     """A regression that keeps the policy close to the policy that generated the data."""
-    return _with(config, DROLoss(), Advantage())
+    return _set(config, DROLoss(), Advantage())
 
 
 def with_kl(
@@ -114,17 +116,20 @@ def with_kl(
     """Add a KL penalty to the initial policy to the loss; call it after the algorithm's
     function.
     """
+    # The estimator needs the logprobs of a reference, which only policy losses take.
     loss = config.trainer.loss
     if not isinstance(loss, PolicyLoss):
         raise ValueError(f"trainer.loss={loss!r}: only a policy loss has a KL term")
-    loss.kl_coef, loss.kl_estimator = coef, estimator
+    loss.kl_coef = coef
+    loss.kl_estimator = estimator
     config.trainer.reference.enable = True
     return config
 
 
-def _tiny(
+def _build_tiny(
     algorithm: Callable[[Controller.Config], Controller.Config],
 ) -> Callable[[], Controller.Config]:
+    # A function and no config: each call must give a fresh config, which callers edit.
     def tiny() -> Controller.Config:
         config = algorithm(sum_digits.tiny())
         config.description = (
@@ -135,28 +140,29 @@ def _tiny(
     return tiny
 
 
-tiny_grpo = _tiny(grpo)
-tiny_dr_grpo = _tiny(dr_grpo)
-tiny_dapo = _tiny(dapo)
-tiny_gspo = _tiny(gspo)
-tiny_cispo = _tiny(cispo)
-tiny_rloo = _tiny(rloo)
-tiny_reinforce_plus_plus = _tiny(reinforce_plus_plus)
-tiny_importance_sampling = _tiny(importance_sampling)
-tiny_dro = _tiny(dro)
+tiny_grpo = _build_tiny(grpo)
+tiny_dr_grpo = _build_tiny(dr_grpo)
+tiny_dapo = _build_tiny(dapo)
+tiny_gspo = _build_tiny(gspo)
+tiny_cispo = _build_tiny(cispo)
+tiny_rloo = _build_tiny(rloo)
+tiny_reinforce_plus_plus = _build_tiny(reinforce_plus_plus)
+tiny_importance_sampling = _build_tiny(importance_sampling)
+tiny_dro = _build_tiny(dro)
 
 
 def tiny_reinforce_plus_plus_baseline() -> Controller.Config:
-    return with_kl(_tiny(reinforce_plus_plus_baseline)(), coef=0.001, estimator="k2")
+    return with_kl(_build_tiny(reinforce_plus_plus_baseline)(), coef=0.001, estimator="k2")
 
 
 def tiny_ppo() -> Controller.Config:
     """Four optimizer steps on each batch of rollouts, so that clipping has an effect."""
-    config = _tiny(ppo)()
+    config = _build_tiny(ppo)()
     config.loop.num_minibatches = 4
     return config
 
 
-def _with(config: Controller.Config, loss: PolicyLoss, advantage: Advantage) -> Controller.Config:
-    config.trainer.loss, config.loop.advantage = loss, advantage
+def _set(config: Controller.Config, loss: PolicyLoss, advantage: Advantage) -> Controller.Config:
+    config.trainer.loss = loss
+    config.loop.advantage = advantage
     return config

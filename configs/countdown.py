@@ -18,19 +18,19 @@ def tiny() -> Controller.Config:
 
 def qwen3_0_6b() -> Controller.Config:
     """One GPU of 80 GB."""
-    return _countdown(sum_digits.qwen3_0_6b())
+    return _set_task(sum_digits.qwen3_0_6b())
 
 
 def qwen3_1_7b() -> Controller.Config:
     """One GPU of 80 GB."""
-    return _countdown(sum_digits.qwen3_1_7b())
+    return _set_task(sum_digits.qwen3_1_7b())
 
 
 def qwen3_4b() -> Controller.Config:
     """Eight GPUs of 80 GB."""
-    return _countdown(sum_digits.qwen3_4b())
+    return _set_task(sum_digits.qwen3_4b())
 
 
-def _countdown(config: Controller.Config) -> Controller.Config:
+def _set_task(config: Controller.Config) -> Controller.Config:
     task = Countdown.Config(num_numbers=4, largest=100, max_target=1000, operations="+-*/")
     return sum_digits.on_task(config, "countdown", task, max_model_len=2048, max_tokens=1536)

@@ -1,6 +1,6 @@
 """Qwen3 on the GPUs that people have: the half of a config that does not depend on the task.
 
-    qwen3_8b = _on(gpu.QWEN3_8B)    # in a task's module, whose `_on` hands task and lengths to `gpu.config`
+    qwen3_8b = _on(gpu.QWEN3_8B)  # in a task's module, whose `_on` calls `gpu.config`
 
 Where trainer and generators share GPUs they take turns (`launch.share_gpus`). Where each has GPUs
 of its own, generation is a step ahead of training.
@@ -104,31 +104,13 @@ def config(
     replies.
     """
     size = layout.size
-    num_procs = layout.shards * layout.tensor_parallel
-    found = Controller.Config(
+    config = Controller.Config(
         description=f"Qwen3-{size} on {name}, {'LoRA, ' if layout.lora else ''}{layout.gpus}",
         model=model_spec("qwen3_moe" if "-A" in size else "qwen3", size),
         hf_assets_path=f"Qwen/Qwen3-{size}",
         task=task,
         launch=LaunchConfig(share_gpus=layout.shares),
-        trainer=PolicyTrainer.Config(
-            num_procs=num_procs,
-            num_threads=8,
-            parallelism=ParallelismConfig(
-                data_parallel_shard_degree=layout.shards,
-                tensor_parallel_degree=layout.tensor_parallel,
-                expert_parallel_degree=layout.expert_parallel,
-            ),
-            optimizer=Optimizer.Config(lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0),
-            lr_scheduler=LRSchedule.Config(warmup_steps=5),
-            training=TrainingConfig(
-                max_tokens_per_microbatch=layout.microbatch,
-                param_dtype="bfloat16",
-                logits_chunk_tokens=2048,
-            ),
-            activation_checkpoint=ActivationCheckpointConfig(mode=layout.recompute),
-            compile=CompileConfig(enable=layout.compile),
-        ),
+        trainer=_build_trainer(layout),
         generator=VLLMGenerator.Config(
             dtype="bfloat16",
             max_model_len=max_model_len,
@@ -148,10 +130,36 @@ def config(
         ),
     )
     if layout.lora:
-        found.trainer.converters = (LoRA.Config(rank=32, alpha=64.0),)
-        found.trainer.optimizer.lr = 1e-5
+        config.trainer.converters = (LoRA.Config(rank=32, alpha=64.0),)
+        # Adapters need larger steps than whole weights.
+        config.trainer.optimizer.lr = 1e-5
     if layout.ahead:
-        found.loop.max_off_policy_steps = 1
-        found.trainer.loss = GRPOLoss(correction=ImportanceCorrection(high=2.0))
-        found.generator.on_update = "keep"
-    return found
+        config.loop.max_off_policy_steps = 1
+        # Samples are one step old, so the loss corrects for the policy that drew them.
+        config.trainer.loss = GRPOLoss(correction=ImportanceCorrection(high=2.0))
+        # Replies go on over an update, rather than be drawn again.
+        config.generator.on_update = "keep"
+    return config
+
+
+def _build_trainer(layout: Layout) -> PolicyTrainer.Config:
+    return PolicyTrainer.Config(
+        # Experts are divided over the ranks that shard parameters, so they add no processes.
+        num_procs=layout.shards * layout.tensor_parallel,
+        num_threads=8,
+        parallelism=ParallelismConfig(
+            data_parallel_shard_degree=layout.shards,
+            tensor_parallel_degree=layout.tensor_parallel,
+            expert_parallel_degree=layout.expert_parallel,
+        ),
+        optimizer=Optimizer.Config(lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0),
+        lr_scheduler=LRSchedule.Config(warmup_steps=5),
+        training=TrainingConfig(
+            max_tokens_per_microbatch=layout.microbatch,
+            param_dtype="bfloat16",
+            # Logits of 16,384 tokens at once would take 10 GB in float32.
+            logits_chunk_tokens=2048,
+        ),
+        activation_checkpoint=ActivationCheckpointConfig(mode=layout.recompute),
+        compile=CompileConfig(enable=layout.compile),
+    )

@@ -39,6 +39,7 @@ def tiny() -> Controller.Config:
 
 
 def _on(layout: gpu.Layout) -> Callable[[], Controller.Config]:
+    # A function and no config: each call gives a fresh config, which callers may edit.
     def config() -> Controller.Config:
         files = {"gsm8k_test": GSM8K_TEST}
         task = MathProblems.Config(train_files=(GSM8K_TRAIN,), eval_files=files, num_eval=512)

@@ -21,14 +21,14 @@ def tiny() -> Controller.Config:
 
 def qwen3_0_6b() -> Controller.Config:
     """One GPU of 80 GB."""
-    return _reasoning(sum_digits.qwen3_0_6b())
+    return _set_task(sum_digits.qwen3_0_6b())
 
 
 def qwen3_1_7b() -> Controller.Config:
     """One GPU of 80 GB."""
-    return _reasoning(sum_digits.qwen3_1_7b())
+    return _set_task(sum_digits.qwen3_1_7b())
 
 
-def _reasoning(config: Controller.Config) -> Controller.Config:
+def _set_task(config: Controller.Config) -> Controller.Config:
     task = ReasoningGym.Config(dataset="basic_arithmetic", num_eval=256)
     return sum_digits.on_task(config, "reasoning-gym", task, max_model_len=2048, max_tokens=1536)

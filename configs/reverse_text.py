@@ -29,6 +29,7 @@ def tiny_noise() -> Controller.Config:
 
 
 def _on(layout: gpu.Layout) -> Callable[[], Controller.Config]:
+    # A function and no config: each call gives a fresh config, which callers may edit.
     def config() -> Controller.Config:
         task = ReverseText.Config(num_letters=(8, 24), instruction=INSTRUCTION)
         return gpu.config(

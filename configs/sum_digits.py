@@ -37,6 +37,7 @@ def tiny() -> Controller.Config:
         # cost.
         batch_invariant=None,
         model=model_registry("tiny"),
+        # `hf_assets_path` on the command line may name another model.
         any_model_size=True,
         task=SumDigits.Config(num_integers=2, num_eval=512, haste=0.85),
         warmup=SupervisedWarmup.Config(),
@@ -65,12 +66,12 @@ def tiny_async() -> Controller.Config:
 
 def tiny_fsdp2() -> Controller.Config:
     """FSDP over two processes: parameters, gradients and optimizer state are sharded."""
-    return _tiny_on(shards=2)
+    return _split_tiny(shards=2)
 
 
 def tiny_tp2() -> Controller.Config:
     """Tensor parallelism over two processes, in the trainer and in the generator."""
-    config = _tiny_on(tensor_parallel=2)
+    config = _split_tiny(tensor_parallel=2)
     # Batch invariance needs gathered logits, which defeats the purpose of tensor parallelism.
     config.batch_invariant = False
     config.generator.tensor_parallel_degree = 2
@@ -80,19 +81,19 @@ def tiny_tp2() -> Controller.Config:
 
 def tiny_ddp2() -> Controller.Config:
     """Data parallelism: two copies of the model that sum their gradients."""
-    return _tiny_on(shards=1, replicas=2)
+    return _split_tiny(shards=1, replicas=2)
 
 
 def tiny_fsdp2_tp2() -> Controller.Config:
     """FSDP over two groups of two tensor-parallel processes; the generator has one process."""
-    config = _tiny_on(shards=2, tensor_parallel=2)
+    config = _split_tiny(shards=2, tensor_parallel=2)
     config.batch_invariant = False  # Trainer and generator split sums differently.
     return config
 
 
 def tiny_pp2() -> Controller.Config:
     """Pipeline parallelism: each of two processes has half of the layers."""
-    config = _tiny_on(pipeline=2)
+    config = _split_tiny(pipeline=2)
     # Six micro-batches or so: with one each, the two would take turns.
     config.trainer.parallelism.pipeline_parallel_microbatch_size = 32
     return config
@@ -104,9 +105,8 @@ def tiny_moe() -> Controller.Config:
     config.description = "Qwen3 MoE of 2.1M parameters on sum-digits, on a CPU"
     config.model = model_spec("qwen3_moe", "tiny")
     config.batch_invariant = False
-    config.generator.enforce_eager = (
-        True  # On a GPU the products of experts in float32 wait for the host.
-    )
+    # On a GPU the products of experts in float32 wait for the host.
+    config.generator.enforce_eager = True
     # If two experts score almost the same, trainer and generator may choose differently. That is
     # rare, but the logprobs then differ by the difference between two experts.
     config.loop.max_logprob_diff = 1e-3
@@ -142,8 +142,12 @@ def ahead(config: Controller.Config) -> Controller.Config:
     """Generate one step ahead of training, each on one CPU core."""
     config.description = f"{config.description}, generation ahead of training"
     config.loop.max_off_policy_steps = 1
+    # Samples are one step old, so the loss corrects for the policy that drew them.
     config.trainer.loss = GRPOLoss(correction=ImportanceCorrection(high=2.0))
-    config.trainer.num_threads = config.generator.num_threads = 1
+    # Both compute at the same time, so they share the two cores.
+    config.trainer.num_threads = 1
+    config.generator.num_threads = 1
+    # Replies go on over an update, rather than be drawn again.
     config.generator.on_update = "keep"
     return config
 
@@ -171,7 +175,7 @@ def on_task(
     return config
 
 
-def _tiny_on(
+def _split_tiny(
     *, shards: int = -1, replicas: int = 1, tensor_parallel: int = 1, pipeline: int = 1
 ) -> Controller.Config:
     config = tiny()
@@ -181,6 +185,8 @@ def _tiny_on(
         tensor_parallel_degree=tensor_parallel,
         pipeline_parallel_degree=pipeline,
     )
+    # A degree of -1 takes all processes, here one.
     config.trainer.num_procs = abs(shards) * replicas * tensor_parallel * pipeline
+    # Several processes on two cores: more threads would wait for each other.
     config.trainer.num_threads = 1
     return config

@@ -10,15 +10,15 @@ from rl.tasks.verifiers_task import VerifiersTask
 
 def qwen3_0_6b() -> Controller.Config:
     """One GPU of 80 GB."""
-    return _verifiers(sum_digits.qwen3_0_6b())
+    return _set_task(sum_digits.qwen3_0_6b())
 
 
 def qwen3_1_7b() -> Controller.Config:
     """One GPU of 80 GB."""
-    return _verifiers(sum_digits.qwen3_1_7b())
+    return _set_task(sum_digits.qwen3_1_7b())
 
 
-def _verifiers(config: Controller.Config) -> Controller.Config:
+def _set_task(config: Controller.Config) -> Controller.Config:
     task = VerifiersTask.Config(taskset="gsm8k-v1", num_eval=256)
     sum_digits.on_task(
         config, "an environment of verifiers", task, max_model_len=4096, max_tokens=1024

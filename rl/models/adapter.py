@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -54,11 +54,10 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 
 class DecoderAdapter:
-    """Translation between our parameters and Hugging Face's tensors; a family is a subclass that
-    names what differs.
+    """Translation between our parameters and Hugging Face's tensors and `config.json`.
 
-    A large model is read and written as a stream of whole, unsharded CPU tensors. Meta tensors work
-    too, for shapes.
+    A family is a subclass that names what differs. A large model is read and written as a stream of
+    whole, unsharded CPU tensors. Meta tensors work too, for shapes.
     """
 
     model_type: ClassVar[str]
@@ -97,8 +96,11 @@ class DecoderAdapter:
         attention_bias: bool = False,
         **sizes: Any,
     ) -> Decoder.Config:
-        """Return the config of a model of the family; `sizes` are the other fields of
-        `Decoder.Config`.
+        """Return the config of a model of the family.
+
+        Args:
+            attention_bias: add biases to all four projections of the attention.
+            sizes: other fields of `Decoder.Config`.
         """
         attention = Attention.Config(
             num_heads=num_heads,
@@ -122,32 +124,17 @@ class DecoderAdapter:
             ValueError: if a field is missing or malformed, or asks for something the decoder does
                 not implement (quantized weights).
         """
-        architectures = hf.get("architectures") or [cls.architecture]
-        is_list = isinstance(architectures, list)
-        if (
-            hf.get("model_type") != cls.model_type
-            or not is_list
-            or cls.architecture not in architectures
-        ):
-            raise ValueError(
-                f"config.json: model_type={hf.get('model_type')!r}, "
-                f"architectures={architectures!r}: a checkpoint of another architecture; must be "
-                f"{cls.model_type!r} and [{cls.architecture!r}]"
-            )
-        refuse_other_values(
-            hf,
-            {
-                "quantization_config": (None,),
-                **{field: (None, value) for field, value in cls.fixed_fields.items()},
-            },
-        )
+        cls._check_kind(hf)
+        # A field that the decoder ignores would silently give another function.
+        refuse_other_values(hf, {"quantization_config": (None,)})
+        for field, value in cls.fixed_fields.items():
+            refuse_other_values(hf, {field: (None, value)})
+
         num_layers = read_field(hf, "num_hidden_layers", int)
-        window, global_layers = cls.windows_from_hf(hf, num_layers)
-        rope = rope_from_hf(hf)
-        dim, num_heads = (
-            read_field(hf, "hidden_size", int),
-            read_field(hf, "num_attention_heads", int),
-        )
+        window, global_layers = cls.read_windows(hf, num_layers)
+        rope = read_rope(hf)
+        dim = read_field(hf, "hidden_size", int)
+        num_heads = read_field(hf, "num_attention_heads", int)
         return cls.sized(
             dim=dim,
             num_layers=num_layers,
@@ -168,42 +155,54 @@ class DecoderAdapter:
         )
 
     @classmethod
+    def _check_kind(cls, hf: dict[str, Any]) -> None:
+        """Raise ValueError for the config of another family."""
+        architectures = hf.get("architectures") or [cls.architecture]
+        is_ours = isinstance(architectures, list) and cls.architecture in architectures
+        if hf.get("model_type") != cls.model_type or not is_ours:
+            raise ValueError(
+                f"config.json: model_type={hf.get('model_type')!r}, "
+                f"architectures={architectures!r}: a checkpoint of another architecture; must be "
+                f"{cls.model_type!r} and [{cls.architecture!r}]"
+            )
+
+    @classmethod
     def switches_from_hf(cls, hf: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `sized` that are not sizes; raise ValueError for unsupported
-        values.
+        """Return the arguments of `sized` that are not sizes.
+
+        Raises ValueError for unsupported values.
         """
         return {"attention_bias": read_field(hf, "attention_bias", bool, False)}
 
     @classmethod
-    def windows_from_hf(
+    def read_windows(
         cls, hf: dict[str, Any], num_layers: int
     ) -> tuple[int | None, tuple[int, ...]]:
         """Return the sliding window, or None, and the layers without one."""
         window = None
         if cls.always_windowed or read_field(hf, "use_sliding_window", bool, False):
-            given = hf.get("sliding_window", 4096)
-            window = (
-                None
-                if given is None
-                else read_field({"sliding_window": given}, "sliding_window", int)
-            )
+            # transformers' default; null is not the default, but no window.
+            window_field = hf.get("sliding_window", 4096)
+            if window_field is not None:
+                window = read_field({"sliding_window": window_field}, "sliding_window", int)
+
         kinds = hf.get("layer_types")
         if kinds is None:
-            kinds = [
-                GLOBAL if window is None or cls.is_global(hf, layer) else LOCAL
-                for layer in range(num_layers)
-            ]
+            kinds = []
+            for layer in range(num_layers):
+                is_global = window is None or cls.is_global(hf, layer)
+                kinds.append(GLOBAL if is_global else LOCAL)
+
         valid = [GLOBAL] if window is None else [GLOBAL, LOCAL]
-        if (
-            not isinstance(kinds, list)
-            or len(kinds) != num_layers
-            or any(k not in valid for k in kinds)
-        ):
+        is_complete = isinstance(kinds, list) and len(kinds) == num_layers
+        if not is_complete or any(kind not in valid for kind in kinds):
             raise ValueError(
                 f"config.json: layer_types={kinds!r}: must be a list of {num_layers} of "
                 f"{' and '.join(valid)}, with sliding_window={hf.get('sliding_window')!r} and "
                 f"use_sliding_window={hf.get('use_sliding_window')!r}"
             )
+
+        # Without a layer that has a window, the config is that of a model without windows.
         if LOCAL not in kinds:
             return None, ()
         return window, tuple(layer for layer, kind in enumerate(kinds) if kind == GLOBAL)
@@ -224,15 +223,19 @@ class DecoderAdapter:
         )
 
     def hf_names(self, name: str) -> list[str]:
-        """Return the Hugging Face names of a parameter's tensors, in order; raise KeyError if it is
-        unknown.
+        """Return the Hugging Face names of a parameter's tensors, in order.
+
+        Raises KeyError for an unknown parameter.
+
+        Example:
+            >>> adapter.hf_names("layers.3.feed_forward.gate_up_proj.weight")
+            ['model.layers.3.mlp.gate_proj.weight', 'model.layers.3.mlp.up_proj.weight']
         """
         if name in _TOP:
             return [_TOP[name]]
         layer, module, leaf = split_name(name)
-        if module not in self.layer_names or leaf not in (
-            ("weight", "bias") if module in _MAY_HAVE_BIAS else ("weight",)
-        ):
+        leaves = ("weight", "bias") if module in _MAY_HAVE_BIAS else ("weight",)
+        if module not in self.layer_names or leaf not in leaves:
             raise KeyError(
                 f"{name!r} is not a parameter of {type(self).__name__.removesuffix('Adapter')}"
             )
@@ -242,36 +245,39 @@ class DecoderAdapter:
 
     def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
         """Return the parameter made of the tensors of `hf_names(name)`."""
-        return (
-            tensors[0]
-            if len(tensors) == 1
-            else self.fused(tensors, num_groups=self._groups_of(name))
-        )
+        if len(tensors) == 1:
+            return tensors[0]
+        return self.join_groups(tensors, num_groups=self._count_groups(name))
 
     def to_hf(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the Hugging Face tensors of the parameter."""
+        """Return the Hugging Face tensors of the parameter, by their names."""
         _, module, _ = split_name(name)
-        shares = {_QKV: (self.group_size, 1, 1), _GATE_UP: (1, 1)}.get(module)
-        groups = self._groups_of(name)
-        parts = [tensor] if shares is None else self.parted(tensor, shares, num_groups=groups)
+        parts = [tensor]
+        if module == _QKV:
+            # A group has the query heads that share a key-value head, its key and its value head.
+            shares = (self.group_size, 1, 1)
+            parts = self.split_groups(tensor, shares, num_groups=self.num_kv_heads)
+        elif module == _GATE_UP:
+            parts = self.split_groups(tensor, (1, 1), num_groups=self.num_groups)
         return dict(zip(self.hf_names(name), parts, strict=True))
 
-    def _groups_of(self, name: str) -> int:
+    def _count_groups(self, name: str) -> int:
         return self.num_kv_heads if _QKV in name else self.num_groups
 
-    def fused(self, tensors: Sequence[Tensor], *, num_groups: int) -> Tensor:
+    def join_groups(self, tensors: Sequence[Tensor], *, num_groups: int) -> Tensor:
         """Return the rows of all tensors, ordered by group."""
-        return torch.cat([x.unflatten(0, (num_groups, -1)) for x in tensors], dim=1).flatten(0, 1)
+        groups = [tensor.unflatten(0, (num_groups, -1)) for tensor in tensors]
+        return torch.cat(groups, dim=1).flatten(0, 1)
 
-    def parted(self, tensor: Tensor, shares: Sequence[int], *, num_groups: int) -> list[Tensor]:
-        """Return the tensors that `fused` joined, given the ratios of their numbers of rows."""
+    def split_groups(
+        self, tensor: Tensor, shares: Sequence[int], *, num_groups: int
+    ) -> list[Tensor]:
+        """Return the tensors that `join_groups` joined, given their shares of a group's rows."""
         groups = tensor.unflatten(0, (num_groups, sum(shares), -1))
         return [part.flatten(0, 2) for part in groups.split(list(shares), dim=1)]
 
     def hf_config(self) -> dict[str, Any]:
-        """Return the fields of `config.json` that all families share, without token ids and
-        dtype.
-        """
+        """Return the fields of `config.json`, without token ids and dtype."""
         config, attention = self.config, self.config.block.attention
         content = {
             "architectures": [self.architecture],
@@ -294,22 +300,25 @@ class DecoderAdapter:
             "use_cache": True,
             # transformers 5 reads the first field, transformers 4 the others; without them
             # transformers 4 would silently use another base.
-            "rope_parameters": hf_rope(config.rope),
+            "rope_parameters": describe_rope(config.rope),
             "rope_theta": config.rope.theta,
-            "rope_scaling": None if config.rope.scaling is None else hf_rope(config.rope),
+            "rope_scaling": None if config.rope.scaling is None else describe_rope(config.rope),
         }
         if isinstance(config.block.feed_forward, FeedForward.Config):
             content["intermediate_size"] = config.block.feed_forward.hidden_dim
             content["mlp_bias"] = config.block.feed_forward.bias
         if config.window is not None:
-            windows = map(config.window_of, range(config.num_layers))
+            windows = [config.get_window(layer) for layer in range(config.num_layers)]
             content["layer_types"] = [GLOBAL if window is None else LOCAL for window in windows]
         return content
 
 
 def split_name(name: str) -> tuple[str, str, str]:
-    """Split `layers.3.attention.qkv_proj.weight` into layer, module and leaf; the layer may be
-    empty.
+    """Split the name of a parameter into layer, module and leaf; the layer may be empty.
+
+    Example:
+        >>> split_name("layers.3.attention.qkv_proj.weight")
+        ('3', 'attention.qkv_proj', 'weight')
     """
     layer = ""
     if name.startswith("layers."):
@@ -319,9 +328,7 @@ def split_name(name: str) -> tuple[str, str, str]:
 
 
 def refuse_other_values(hf: dict[str, Any], valid: dict[str, tuple[Any, ...]]) -> None:
-    """Raise ValueError for a field with none of its valid values; the message names the last of
-    them.
-    """
+    """Raise ValueError for a field with none of its valid values, whose last the message names."""
     for field, values in valid.items():
         if hf.get(field) not in values:
             raise ValueError(
@@ -329,90 +336,130 @@ def refuse_other_values(hf: dict[str, Any], valid: dict[str, tuple[Any, ...]]) -
             )
 
 
-def rope_from_hf(hf: dict[str, Any]) -> RoPE.Config:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (transformers
-    4).
+def read_rope(hf: dict[str, Any]) -> RoPE.Config:
+    """Read the rotation's base and scaling.
+
+    They are in `rope_parameters` (transformers 5), or in `rope_theta` and `rope_scaling`
+    (transformers 4).
 
     Raises:
         ValueError: for a malformed field, a kind of scaling that is not one of `SCALINGS`, or two
             that differ.
     """
-    names = [name for name in ("rope_parameters", "rope_scaling") if hf.get(name)] or [
-        "rope_parameters"
-    ]
-    found = [_rope_at(hf, name) for name in names]
-    if found[0] != found[-1]:  # Versions of transformers do not agree which of the two counts.
-        values = " and ".join(f"{name}={hf[name]!r}" for name in names)
+    if not hf.get("rope_scaling"):
+        return _read_rope_at(hf, "rope_parameters")
+    if not hf.get("rope_parameters"):
+        return _read_rope_at(hf, "rope_scaling")
+
+    # Versions of transformers do not agree which of the two fields counts.
+    rope = _read_rope_at(hf, "rope_parameters")
+    if rope != _read_rope_at(hf, "rope_scaling"):
+        values = (
+            f"rope_parameters={hf['rope_parameters']!r} and rope_scaling={hf['rope_scaling']!r}"
+        )
         raise ValueError(f"config.json: {values} differ: must be the same, or one of them null")
-    return found[0]
+    return rope
 
 
-def _rope_at(hf: dict[str, Any], name: str) -> RoPE.Config:
-    given = hf.get(name) or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"config.json: {name}={given!r}: must be an object")
+def _read_rope_at(hf: dict[str, Any], name: str) -> RoPE.Config:
+    parameters = hf.get(name) or {}
+    if not isinstance(parameters, dict):
+        raise ValueError(f"config.json: {name}={parameters!r}: must be an object")
+
+    # Fields that the object lacks may stand beside it, as in transformers 4.
     max_positions = read_field(hf, "max_position_embeddings", int)
-    outside = {
+    rope: dict[str, Any] = {
         "rope_theta": hf.get("rope_theta") or 10_000.0,
         "partial_rotary_factor": hf.get("partial_rotary_factor") or 1.0,
         "original_max_position_embeddings": hf.get("original_max_position_embeddings")
         or max_positions,
     }
-    rope = outside | {field: value for field, value in given.items() if value is not None}
-    if (rotated := rope.pop("partial_rotary_factor")) != 1.0:
+    common_fields = set(rope)
+    rope |= _drop_nulls(parameters)
+
+    rotated = rope.pop("partial_rotary_factor")
+    if rotated != 1.0:
         raise ValueError(
             f"config.json: partial_rotary_factor={rotated!r} is not supported: must be 1.0, or not "
             "given"
         )
+    scaling = _read_scaling(rope, name=name, common_fields=common_fields)
+    theta = read_field(rope, "rope_theta", float)
+    if theta <= 1:
+        raise ValueError(f"config.json: rope_theta={theta!r}: must be above 1")
+    return RoPE.Config(theta=theta, max_positions=max_positions, scaling=scaling)
+
+
+def _read_scaling(
+    rope: dict[str, Any], *, name: str, common_fields: Collection[str]
+) -> RoPEScaling | None:
+    """Return the scaling that the rope's parameters describe, None for the default.
+
+    Args:
+        name: field of `config.json` that they are from.
+        common_fields: names that are valid with every kind of scaling.
+    """
+    # Both fields are removed: old files have "type", some both.
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     if kind not in ("default", *SCALINGS):
         raise ValueError(
             f"config.json: {name} has rope_type {kind!r}, which is not supported: must be one of "
             f"{', '.join(('default', *SCALINGS))}"
         )
-    known = () if kind == "default" else fields(SCALINGS[kind])
-    if unknown := set(rope) - {f.name for f in known} - set(outside):
+    scaling_fields = () if kind == "default" else fields(SCALINGS[kind])
+    unknown = set(rope) - {field.name for field in scaling_fields} - set(common_fields)
+    if unknown:
         raise ValueError(
             f"config.json: {name} has {', '.join(sorted(unknown))}: {kind!r} has no such field"
         )
+    if kind == "default":
+        return None
+
     types = {"float": float, "int": int, "bool": bool, "float | None": float}
-    values = {
-        f.name: read_field(rope, f.name, types[str(f.type)])
-        for f in known
-        if f.name in rope or f.default is MISSING
-    }
-    if (theta := read_field(rope, "rope_theta", float)) <= 1:
-        raise ValueError(f"config.json: rope_theta={theta!r}: must be above 1")
-    return RoPE.Config(
-        theta=theta,
-        max_positions=max_positions,
-        scaling=SCALINGS[kind](**values) if known else None,
-    )
+    values = {}
+    for field in scaling_fields:
+        # A required field that is missing is read all the same, which raises the error.
+        if field.name in rope or field.default is MISSING:
+            values[field.name] = read_field(rope, field.name, types[str(field.type)])
+    return SCALINGS[kind](**values)
 
 
-def hf_rope(rope: RoPE.Config) -> dict[str, Any]:
+def describe_rope(rope: RoPE.Config) -> dict[str, Any]:
     """Return the `rope_parameters` of a `config.json`."""
     scaling = rope.scaling
-    kept = {} if scaling is None else {k: v for k, v in asdict(scaling).items() if v is not None}
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": rope.theta}
     return {
-        "rope_type": "default" if scaling is None else scaling.rope_type,
+        "rope_type": scaling.rope_type,
         "rope_theta": rope.theta,
-        **kept,
+        **_drop_nulls(asdict(scaling)),
     }
+
+
+def _drop_nulls(content: dict[str, Any]) -> dict[str, Any]:
+    return {field: value for field, value in content.items() if value is not None}
 
 
 def read_field(hf: dict[str, Any], name: str, kind: type[F], default: F | None = None) -> F:
     """Return a field of a `config.json`: a boolean, or a positive number; else raise ValueError.
 
     Numbers must be finite, and integers such that a model of that size can be built.
+
+    Example:
+        >>> read_field({"hidden_size": 1024}, "hidden_size", int)
+        1024
+        >>> read_field({}, "rms_norm_eps", float, 1e-6)
+        1e-06
     """
     value = default if hf.get(name) is None else hf[name]
     if kind is bool and isinstance(value, bool):
         return kind(value)
+    # A float may be written as 10000; a boolean is an int in Python, but no number here.
     numbers = (int, float) if kind is float else kind
     most = _MAX_SIZES.get(name, _MAX_SIZE) if kind is int else sys.float_info.max
     if kind is not bool and isinstance(value, numbers) and value is not True and 0 < value <= most:
         return kind(value)
+
     valid = {
         bool: "true or false",
         int: f"an integer from 1 to {most}",

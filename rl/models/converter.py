@@ -1,5 +1,4 @@
-"""Model converters: changes between construction and sharding, such as LoRA, float8 or a user's
-own.
+"""Model converters: changes between construction and sharding, such as LoRA or float8.
 
     config.trainer.converters = (Float8.Config(), LoRA.Config(rank=16))
 
@@ -37,12 +36,12 @@ class ModelConverter(Configurable):
         owner: ClassVar[type[ModelConverter]]
 
     keeps_bits: ClassVar[bool] = True
-    """False if the products round differently from those of the plain weights, which generators
-    have.
+    """False if products round differently from those of the plain weights, which generators have.
     """
     compute_dtype: ClassVar[str | None] = None
-    """Dtype that factors of products are rounded to, None for the model's; the bound of logprob
-    parity.
+    """Dtype that factors of products are rounded to, None for the model's.
+
+    The bound of logprob parity depends on it.
     """
     token_multiple: int = 1
     """Divisor of the number of tokens of every forward, ensured by padding."""
@@ -62,17 +61,17 @@ class ModelConverter(Configurable):
         self.device = device
 
     def convert(self, model: nn.Module) -> None:
-        """Change the model in place, which is whole and on the meta device; raise ValueError if
-        that cannot work.
+        """Change the model in place, which is whole and on the meta device.
+
+        Raises ValueError if that cannot work.
         """
         raise NotImplementedError(f"{type(self).__qualname__} has no convert()")
 
     def saved_settings(self) -> dict[str, Any]:
-        """Return the settings that a checkpoint's weights depend on, as JSON values; called after
-        `convert`.
+        """Return the settings that a checkpoint's weights depend on, as JSON values.
 
-        A checkpoint only opens with equal settings; without settings it opens with or without this
-        converter.
+        Called after `convert`. A checkpoint only opens with equal settings; without settings it
+        opens with or without this converter.
         """
         return {}
 
@@ -103,12 +102,10 @@ class ModelConverters:
         degrees: Degrees,
         device: torch.device,
     ) -> None:
-        """Build the converters; a ValueError from one of them is prefixed with its position in the
-        config.
-        """
+        """Build the converters; a ValueError tells the position of its converter in the config."""
         self.members: list[ModelConverter] = []
         for config in configs:
-            with _numbered(len(self.members)):
+            with _add_position(len(self.members)):
                 self.members.append(config.build(spec=spec, degrees=degrees, device=device))
         self.plain_names: tuple[str, ...] = ()
         """Parameters of the plain model, in order."""
@@ -121,12 +118,15 @@ class ModelConverters:
 
     def convert(self, model: nn.Module) -> None:
         """Apply all converters; raise ValueError if one of them fails or loses a parameter."""
-        before = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.plain_names, self.plain_buffers = tuple(before), tuple(persistent_buffers(model))
+        before = _list_shapes(model)
+        # Generators and folders get these and nothing else, whatever the converters add.
+        self.plain_names = tuple(before)
+        self.plain_buffers = tuple(persistent_buffers(model))
+
         for number, member in enumerate(self.members):
-            with _numbered(number):
+            with _add_position(number):
                 member.convert(model)
-                after = {name: parameter.shape for name, parameter in model.named_parameters()}
+                after = _list_shapes(model)
                 for name, shape in before.items():
                     if after.get(name) != shape:
                         raise ValueError(
@@ -136,12 +136,16 @@ class ModelConverters:
 
     def saved_settings(self) -> dict[str, dict[str, Any]]:
         """Return the members' settings by class name, numbered from the second of a class on."""
-        found: dict[str, dict[str, Any]] = {}
+        settings_by_name: dict[str, dict[str, Any]] = {}
         for member in self.members:
             name = type(member).__qualname__
-            if settings := member.saved_settings():
-                found[name if name not in found else f"{name}.{len(found)}"] = settings
-        return found
+            settings = member.saved_settings()
+            if not settings:
+                continue
+            if name in settings_by_name:
+                name = f"{name}.{len(settings_by_name)}"
+            settings_by_name[name] = settings
+        return settings_by_name
 
     def weights_loaded(self, model: nn.Module, *, fresh: bool) -> None:
         for member in self.members:
@@ -152,17 +156,26 @@ class ModelConverters:
             member.post_optimizer_hook(model)
 
     def plain_tensors(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[str, Tensor]]:
-        """Yield those of the plain model's parameters that are given, in the converted model's
-        layout; every rank must consume all."""
-        for name in (name for name in self.plain_names if name in parameters):
+        """Yield the plain model's tensors of these parameters, in the converted model's layout.
+
+        Parameters that converters added are skipped. Every rank must consume all.
+        """
+        for name in self.plain_names:
+            if name not in parameters:
+                continue
             tensor = parameters[name].detach()
+            # The last converter was applied to the results of the others.
             for member in reversed(self.members):
                 tensor = member.plain_tensor(name, tensor)
             yield name, tensor
 
 
+def _list_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
 @contextmanager
-def _numbered(number: int) -> Iterator[None]:
+def _add_position(number: int) -> Iterator[None]:
     """Prefix a ValueError with the converter's position in the config."""
     try:
         yield

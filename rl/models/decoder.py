@@ -32,15 +32,24 @@ from torch.distributed.tensor import DTensor
 from rl.config.configurable import Configurable
 from rl.distributed.sharding import local_shard_of, local_tensor
 from rl.models.attention import PackedAttention, SequenceLayout
+from rl.models.compat import is_persistent
 from rl.models.low_rank import LowRank
 from rl.models.rope import RoPE, rotate
 
 
 class Attention(Configurable, nn.Module):
+    """Grouped-query attention of one block: fused projection, rotation, core, output projection.
+
+    The core, which attends, is passed in: packed segments in the trainer, a paged cache in vLLM.
+    """
+
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Heads of the attention, and the switches by which families differ."""
+
         num_heads: int
         num_kv_heads: int
+        """Number of key-value heads; divides `num_heads`."""
         head_dim: int = 128
         qk_norm: bool = True
         """Normalize queries and keys per head, before the rotation."""
@@ -65,14 +74,17 @@ class Attention(Configurable, nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        # The core divides by the root of the head size.
+        # Every core divides the scores by the root of the head size. Gemma's other divisor is
+        # therefore a factor of the queries, and the cores stay the same for all families.
         self.query_scale = (config.head_dim / (config.scale_dim or config.head_dim)) ** 0.5
         self.group_size = config.num_heads // config.num_kv_heads
+
         width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = nn.Linear(dim, width, bias=config.qkv_bias)
         self.q_norm = norm(config.head_dim) if config.qk_norm else None
         self.k_norm = norm(config.head_dim) if config.qk_norm else None
         self.core = core
+        # Attributes, so that the generator can put vLLM's fused kernels in their place.
         self.rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
         self.split_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = split_heads
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, dim, bias=config.o_bias)
@@ -80,6 +92,7 @@ class Attention(Configurable, nn.Module):
     def forward(
         self, x_TE: Tensor, cos: Tensor, sin: Tensor, sequences: SequenceLayout | None
     ) -> Tensor:
+        """Return the attention's result, [T, E]; `cos` and `sin` are [T, 1, D]."""
         q_THD, k_TKD, v_TKD = self.split_heads(self, self.qkv_proj(x_TE), cos, sin)
         out = self.core(q_THD, k_TKD, v_TKD, sequences)
         return self.o_proj(out.flatten(1))
@@ -93,6 +106,8 @@ def split_heads(
     qkv = qkv.unflatten(-1, (-1, layer.group_size + 2, layer.head_dim))
     q_TKGD, k_TK1D, v_TK1D = qkv.split((layer.group_size, 1, 1), dim=2)
     q_THD, k_TKD = q_TKGD.flatten(1, 2), k_TK1D.flatten(1, 2)
+
+    # Norms before the rotation: their weights differ by dimension, which the rotation mixes.
     if layer.q_norm is not None and layer.k_norm is not None:
         q_THD, k_TKD = layer.q_norm(q_THD), layer.k_norm(k_TKD)
     if layer.query_scale != 1.0:
@@ -112,10 +127,18 @@ def geglu(gate_up_TK2W: Tensor) -> Tensor:
     return (F.gelu(gate, approximate="tanh") * up).flatten(1)
 
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu}
+
+
 class FeedForward(Configurable, nn.Module):
+    """Gated feed-forward layer: down(activation(gate(x)) * up(x)), from [T, E] to [T, E]."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Width and activation of the feed-forward layer."""
+
         hidden_dim: int
+        """Feed-forward width, F."""
         activation: Literal["swiglu", "geglu"] = "swiglu"
         bias: bool = False
         """Add biases to all projections."""
@@ -123,23 +146,32 @@ class FeedForward(Configurable, nn.Module):
     def __init__(self, *, config: Config, dim: int, num_kv_heads: int) -> None:
         super().__init__()
         self.config = config
+
         # Gate and up rows alternate by group, so that a tensor-parallel rank has both of its
-        # groups.
+        # groups. The greatest common divisor, because the width need not be a multiple of the
+        # number of key-value heads.
         self.group_width = config.hidden_dim // math.gcd(config.hidden_dim, num_kv_heads)
         self.gate_up_proj = nn.Linear(dim, 2 * config.hidden_dim, bias=config.bias)
         self.down_proj = nn.Linear(config.hidden_dim, dim, bias=config.bias)
-        self.activation: Callable[[Tensor], Tensor] = {"swiglu": swiglu, "geglu": geglu}[
-            config.activation
-        ]
+        # An attribute, so that batch-invariant mode can replace the function.
+        self.activation = _ACTIVATIONS[config.activation]
 
     def forward(self, x_TE: Tensor) -> Tensor:
+        # Under tensor parallelism this rank's output holds some of the groups: -1 counts them.
         gate_up = self.gate_up_proj(x_TE).unflatten(-1, (-1, 2, self.group_width))
         return self.down_proj(self.activation(gate_up))
 
 
 class TransformerBlock(Configurable, nn.Module):
+    """One layer of the decoder: attention, then feed-forward, each added to its input, [T, E].
+
+    Both take normalized inputs (pre-norm); with `post_norms` their results are normalized too.
+    """
+
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Parts of a block, the same in all layers of a model."""
+
         attention: Attention.Config
         feed_forward: Configurable.Config
         """`FeedForward.Config`, or the config of a layer with the same interface (`rl.models.moe`).
@@ -151,9 +183,11 @@ class TransformerBlock(Configurable, nn.Module):
         self, *, config: Config, dim: int, norm: Callable[[int], nn.Module], core: nn.Module
     ) -> None:
         super().__init__()
+        # `init_weights` draws in the order of the parameters, and so of these assignments.
         self.attention_norm = norm(dim)
         self.attention = config.attention.build(dim=dim, norm=norm, core=core)
         self.attention_post_norm = norm(dim) if config.post_norms else nn.Identity()
+
         self.ffn_norm = norm(dim)
         self.feed_forward = config.feed_forward.build(
             dim=dim, num_kv_heads=config.attention.num_kv_heads
@@ -169,13 +203,13 @@ class TransformerBlock(Configurable, nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """Stands for a module that another stage of a pipeline has."""
+    """Stand-in for a module that another stage of a pipeline has."""
 
     def forward(self, x_TE: Tensor, *others: Any) -> Tensor:
         return x_TE
 
 
-def _packed_attention(layer: int, window: int | None) -> nn.Module:
+def _build_packed_attention(layer: int, window: int | None) -> nn.Module:
     return PackedAttention(window=window)
 
 
@@ -189,8 +223,11 @@ class Decoder(Configurable, nn.Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Sizes of a model and the switches of its family; `build()` makes the module."""
+
         vocab_size: int
         dim: int
+        """Model width, E."""
         num_layers: int
         tie_embeddings: bool = True
         """Share the embedding's weight with the output head."""
@@ -210,11 +247,12 @@ class Decoder(Configurable, nn.Module):
         local_rope: RoPE.Config | None = None
         """Positions of the layers with a window; None: as of the others."""
 
-        def window_of(self, layer: int) -> int | None:
+        def get_window(self, layer: int) -> int | None:
             """Return the window of a layer."""
             return None if layer in self.global_layers else self.window
 
         def build_norm(self, width: int) -> nn.RMSNorm:
+            """Return a norm of the model's kind over vectors of this width."""
             kind = OffsetRMSNorm if self.norm_offset else RMSNorm
             return kind(width, eps=self.norm_eps)
 
@@ -232,28 +270,34 @@ class Decoder(Configurable, nn.Module):
         self,
         *,
         config: Config,
-        core_attention: Callable[[int, int | None], nn.Module] = _packed_attention,
+        core_attention: Callable[[int, int | None], nn.Module] = _build_packed_attention,
     ) -> None:
-        """Build the model; `core_attention(layer, window)` makes the attention between that layer's
-        projections.
+        """Build the model.
+
+        Args:
+            core_attention: called with the number of a layer and its window; returns the attention
+                between that layer's projections.
         """
         super().__init__()
         self.config = config
+
+        # The order of the modules is the order in which `init_weights` draws.
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         head_dim = config.block.attention.head_dim
         self.rope = config.rope.build(head_dim=head_dim)
         local = config.local_rope
         self.local_rope = None if local is None else local.build(head_dim=head_dim)
-        self.layers = nn.ModuleList(
-            config.block.build(
-                dim=config.dim, norm=config.build_norm, core=core_attention(i, config.window_of(i))
-            )
-            for i in range(config.num_layers)
-        )
+
+        self.layers = nn.ModuleList()
+        for number in range(config.num_layers):
+            core = core_attention(number, config.get_window(number))
+            block = config.block.build(dim=config.dim, norm=config.build_norm, core=core)
+            self.layers.append(block)
+
         self.norm = config.build_norm(config.dim)
-        self.lm_head = (
-            None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        )
+        self.lm_head: nn.Linear | None = None
+        if not config.tie_embeddings:
+            self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.lm_head_lora: LowRank | None = None
         """Adapter of the head, set by a converter; the head's weight is used without its layer's
         forward.
@@ -263,7 +307,7 @@ class Decoder(Configurable, nn.Module):
     def head_weight(self) -> Tensor:
         """Weight of the output head with its adapter, [V, E]."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return weight if self.lm_head_lora is None else self.lm_head_lora.merged(weight)
+        return weight if self.lm_head_lora is None else self.lm_head_lora.merge(weight)
 
     def forward(
         self,
@@ -281,24 +325,37 @@ class Decoder(Configurable, nn.Module):
         Args:
             positions: [T] int64, restarting at 0 with each sequence.
             sequences: layout of the packed sequences; None if the core attention has its own.
+
+        Example:
+            Two sequences of 3 and 2 tokens in one forward, of the tiny model of width 128:
+
+            >>> model = model_spec("qwen3", "tiny").model.build()
+            >>> ids, positions = torch.tensor([5, 7, 9, 5, 7]), torch.tensor([0, 1, 2, 0, 1])
+            >>> layout = SequenceLayout.from_lengths([3, 2])
+            >>> model(ids, positions=positions, sequences=layout).shape
+            torch.Size([5, 128])
+            >>> model(ids, positions=positions, sequences=layout, head=linear_head).shape
+            torch.Size([5, 320])
         """
         x_TE = input_ids_T if isinstance(self.embed_tokens, Elsewhere) else self.embed(input_ids_T)
+
+        # Once for all layers: the tables depend on the positions alone.
         rotation = local = self.tables(self.rope, positions, dtype=x_TE.dtype)
         if self.local_rope is not None:
             local = self.tables(self.local_rope, positions, dtype=x_TE.dtype)
         for i, layer in enumerate(self.layers):
-            x_TE = layer(
-                x_TE, *(rotation if self.config.window_of(i) is None else local), sequences
-            )
+            cos, sin = rotation if self.config.get_window(i) is None else local
+            x_TE = layer(x_TE, cos, sin, sequences)
+
         hidden_TE = x_TE if isinstance(self.norm, Elsewhere) else self.normed(x_TE)
         return hidden_TE if head is None else head(*self.head_inputs(hidden_TE))
 
     def head_inputs(self, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the hidden states and the head's weight as the logits' product takes them."""
         weight_VE = self.head_weight
-        return (
-            (hidden_TE.float(), weight_VE.float()) if self.float32_head else (hidden_TE, weight_VE)
-        )
+        if self.float32_head:
+            return hidden_TE.float(), weight_VE.float()
+        return hidden_TE, weight_VE
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """Return the first hidden states, [T, E]."""
@@ -309,7 +366,7 @@ class Decoder(Configurable, nn.Module):
         return x_TE
 
     def tables(self, rope: RoPE, positions: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines that turn queries and keys."""
+        """Return the cosines and sines that turn queries and keys, [T, 1, D] each."""
         cos, sin = rope(positions)
         return cos.to(dtype), sin.to(dtype)
 
@@ -322,8 +379,9 @@ class Decoder(Configurable, nn.Module):
     def init_weights(
         self, *, seed: int, std: float | None = None, names: Collection[str] | None = None
     ) -> None:
-        """Set normal weights, unit norms and zero biases; a seed gives the same numbers in every
-        layout.
+        """Set normal weights, unit norms and zero biases.
+
+        A seed gives the same numbers in every layout.
 
         Args:
             names: parameters to set; None for all.
@@ -338,6 +396,8 @@ class Decoder(Configurable, nn.Module):
             elif name.endswith(".bias"):
                 parameter.zero_()
             else:
+                # Drawn whole and sliced, although a rank needs its part alone: the numbers then do
+                # not depend on the layout. On the CPU, so that they do not depend on the device.
                 whole = torch.randn(parameter.shape, generator=generator) * std
                 local_tensor(parameter).copy_(local_shard_of(whole, parameter))
 
@@ -347,6 +407,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
+        # The backward below is for plain tensors of one dtype. A compiler takes PyTorch's own norm,
+        # which it can fuse.
         is_plain = (
             not isinstance(x, DTensor)
             and x.dtype == weight.dtype
@@ -359,8 +421,9 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMS norm of [..., E] that keeps its input alone, where autograd would keep two tensors in
-    float32.
+    """RMS norm of [..., E] that keeps its input alone for the backward.
+
+    Autograd would keep two tensors in float32.
     """
 
     @staticmethod
@@ -373,11 +436,10 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # In float32 at least, and rounded once at the end: every rounded product in between would
         # add an error.
-        inputs = *ctx.saved_tensors, grads[0]  # Checkpoints allow to read them once.
         stored = grads[0].dtype
-        x, weight, grad_out = (
-            tensor.to(torch.promote_types(stored, torch.float32)) for tensor in inputs
-        )
+        wide = torch.promote_types(stored, torch.float32)
+        x, weight = ctx.saved_tensors  # Checkpoints allow to read them once.
+        x, weight, grad_out = x.to(wide), weight.to(wide), grads[0].to(wide)
         x_NE, grad_NE = x.flatten(0, -2), grad_out.flatten(0, -2)
         norm_N1 = torch.linalg.vector_norm(x_NE, dim=-1, keepdim=True)
         scale_N1 = (norm_N1.square() / len(weight) + ctx.eps).rsqrt()
@@ -385,12 +447,10 @@ class _RMSNorm(torch.autograd.Function):
         product_NE = grad_NE * x_NE
         pull_N1 = product_NE.mv(weight)[:, None] * scale_N1**3 / len(weight)
         grad = (grad_NE * weight).mul_(scale_N1).addcmul_(x_NE, pull_N1, value=-1)
-        grad_weight = product_NE.mT.mv(scale_N1[:, 0]) if ctx.needs_input_grad[1] else None
-        return (
-            grad.view_as(x).to(stored),
-            None if grad_weight is None else grad_weight.to(stored),
-            None,
-        )
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = product_NE.mT.mv(scale_N1[:, 0]).to(stored)
+        return grad.view_as(x).to(stored), grad_weight, None
 
 
 class OffsetRMSNorm(nn.RMSNorm):
@@ -405,34 +465,36 @@ class OffsetRMSNorm(nn.RMSNorm):
 
 
 def part_of(model: Decoder, modules: Collection[str]) -> Decoder:
-    """Return a model with only some modules (embed_tokens, layers.0, ..., norm, lm_head), which it
-    shares with `model`.
+    """Return a model with only some of the modules, which it shares with `model`.
 
-    The others pass on what they are given.
+    The names are those of `module_names`: embed_tokens, layers.0, ..., norm, lm_head. The other
+    modules pass on what they are given.
     """
     part = copy.copy(model)
     # A copied module shares the dicts of its submodules and hooks with the original.
-    vars(part).update(
-        {name: copy.copy(value) for name, value in vars(part).items() if isinstance(value, dict)}
-    )
+    for name, value in list(vars(part).items()):
+        if isinstance(value, dict):
+            vars(part)[name] = copy.copy(value)
+
     for name in ("embed_tokens", "norm"):
         if name not in modules:
             setattr(part, name, Elsewhere())
     if "lm_head" not in modules:
         part.lm_head = part.lm_head_lora = None
-    part.layers = nn.ModuleList(
-        layer if f"layers.{number}" in modules else Elsewhere()
-        for number, layer in enumerate(model.layers)
-    )
-    # They have nothing but tables, which each part computes for itself.
+    # Stand-ins keep the numbers of the layers, and so the names of the parameters.
+    part.layers = nn.ModuleList()
+    for number, layer in enumerate(model.layers):
+        part.layers.append(layer if f"layers.{number}" in modules else Elsewhere())
+
+    # Nothing but tables, which each part computes for itself.
     part.rope, part.local_rope = copy.deepcopy((model.rope, model.local_rope))
     return part
 
 
 def module_names(config: Decoder.Config) -> list[str]:
     """Return the names of a model's modules with parameters, in the order of the forward."""
-    layers = [f"layers.{number}" for number in range(config.num_layers)]
-    return ["embed_tokens", *layers, "norm", *([] if config.tie_embeddings else ["lm_head"])]
+    names = ["embed_tokens", *(f"layers.{number}" for number in range(config.num_layers)), "norm"]
+    return names if config.tie_embeddings else [*names, "lm_head"]
 
 
 def linear_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
@@ -445,14 +507,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
     Buffers that a model can recompute, such as tables, are registered with `persistent=False`.
     """
-    # `state_dict` would not do: its hooks shard an FSDP model again, even while another thread
-    # computes with it.
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
+    buffers: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if is_persistent(module, name):
+                buffers[f"{prefix}.{name}" if prefix else name] = buffer
+    return buffers
 
 
 def reset_buffers(model: nn.Module) -> None:

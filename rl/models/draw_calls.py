@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.models.generate import CompletionRequest, DivergedWeightsError, Drawing, completion_requests
+from rl.models.generate import CompletionRequest, DivergedWeightsError, Drawing, build_requests
 from rl.models.sampling import spells_any
 from rl.models.spec import ModelSpec
 from rl.models.tokenizer import open_tokenizer
@@ -42,7 +41,7 @@ class DrawCall:
         return 0 if self.group is None else self.group.drawing.num_tokens
 
     @property
-    def drawn_alike(self) -> tuple[float, ...]:
+    def shared_settings(self) -> tuple[float, ...]:
         """Settings that calls have in common if they are answered together."""
         return self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
 
@@ -56,18 +55,32 @@ class SharedDrawing:
 
     @property
     def is_wanted(self) -> bool:
-        return not all(one.cancelled.is_set() for one in self.calls)
+        """False if all calls are cancelled."""
+        return not all(call.cancelled.is_set() for call in self.calls)
 
     def finish(self, completions: Sequence[Completion]) -> None:
         """Give each call its completions."""
-        remaining = iter(completions)
-        for one in self.calls:
-            one.completions = list(itertools.islice(remaining, len(one.requests)))
+        begin = 0
+        for call in self.calls:
+            end = begin + len(call.requests)
+            call.completions = list(completions[begin:end])
+            begin = end
 
 
 class DrawCalls:
+    """Calls that wait for the sampler, and the rule by which they share a forward.
+
+    The sampler decodes one group of calls at a time. A call alone would leave it half idle, so
+    calls with the same settings are drawn as one batch (`group`).
+    """
+
     def __init__(self, *, spec: ModelSpec, hf_assets_path: str | None, max_tokens: int) -> None:
-        """Take the most tokens of the prompts that are read at once for several calls."""
+        """Store the arguments.
+
+        Args:
+            hf_assets_path: folder of the tokenizer, for stop texts; None refuses them.
+            max_tokens: most tokens of the prompts that are read at once for several calls.
+        """
         self._spec = spec
         self._folder = hf_assets_path
         self._max_tokens = max_tokens
@@ -84,16 +97,19 @@ class DrawCalls:
         cancelled = threading.Event()
 
         def ends(tokens: Sequence[int]) -> bool:
+            # A cancelled call ends token by token, as the others of its group go on.
             if cancelled.is_set() or tokens[-1] in sampling.stop_token_ids:
                 return True
             texts = sampling.stop_texts
             return bool(texts) and spells_any(texts, tokens, tokenizer=self._tokenizer)
 
         context = self._spec.model.rope.max_positions
-        requests = completion_requests(prompts, sampling=sampling, context=context, ends=ends)
-        num_tokens = sum(map(len, prompts))
+        requests = build_requests(prompts, sampling=sampling, context=context, ends=ends)
         return DrawCall(
-            sampling=sampling, requests=requests, num_tokens=num_tokens, cancelled=cancelled
+            sampling=sampling,
+            requests=requests,
+            num_tokens=sum(len(prompt) for prompt in prompts),
+            cancelled=cancelled,
         )
 
     @cached_property
@@ -102,20 +118,26 @@ class DrawCalls:
         return open_tokenizer(Path(self._folder), vocab_size=self._spec.model.vocab_size)[0]
 
     def group(self, first: DrawCall) -> SharedDrawing:
-        """Put a call and the waiting ones that fit into a group; a single call may exceed the
-        limits.
+        """Put a call and the waiting calls that fit into a group.
+
+        The first call may exceed the limits alone.
         """
-        calls, num_sequences, num_tokens = [first], len(first.requests), first.num_tokens
-        for other in tuple(self.waiting):
-            if other is first or other.cancelled.is_set() or other.group is not None:
+        calls = [first]
+        requests = list(first.requests)
+        num_sequences, num_tokens = len(first.requests), first.num_tokens
+        # A copy, because the sampler's thread reads what the event loop changes.
+        for call in tuple(self.waiting):
+            if call is first or call.cancelled.is_set() or call.group is not None:
                 continue
-            num_sequences += len(other.requests)
-            num_tokens += other.num_tokens
+            # A call without room counts too: a later, smaller call does not overtake it.
+            num_sequences += len(call.requests)
+            num_tokens += call.num_tokens
             has_room = num_sequences <= MAX_SEQUENCES and num_tokens <= self._max_tokens
-            if has_room and other.drawn_alike == first.drawn_alike:
-                calls.append(other)
-        requests = [request for one in calls for request in one.requests]
+            if has_room and call.shared_settings == first.shared_settings:
+                calls.append(call)
+                requests += call.requests
+
         group = SharedDrawing(calls=calls, drawing=Drawing(requests, sampling=first.sampling))
-        for one in calls:
-            one.group = group
+        for call in calls:
+            call.group = group
         return group

@@ -33,10 +33,12 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER_BYTES = 1024
 _ARCHIVES = {
     b"PK\3\4": "a zip archive",
-    b"\x1f\x8b": "a compressed archive",
-    b"BZh": "a compressed archive",
+    b"\x1f\x8b": "a compressed archive",  # gzip
+    b"BZh": "a compressed archive",  # bzip2
+    b"\xfd7zXZ": "a compressed archive",
+    b"\x28\xb5\x2f\xfd": "a compressed archive",  # zstandard
 }
-_ARCHIVES |= {b"\xfd7zXZ": "a compressed archive", b"\x28\xb5\x2f\xfd": "a compressed archive"}
+"""Kinds of archives by the first bytes of a file."""
 
 _CONVERT = (
     "open it with transformers where you trust it, and save it: "
@@ -76,8 +78,10 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
         "a model in the format of its maker (consolidated.*, params.json): give the folder in "
         "Hugging Face's format, with config.json and model.safetensors",
     ),
-    (("openvino_model*", "*.mlpackage", "*.engine"), "a compiled model, which cannot be trained: "
-                                                     "give its safetensors"),
+    (
+        ("openvino_model*", "*.mlpackage", "*.engine"),
+        "a compiled model, which cannot be trained: give its safetensors",
+    ),
     (
         ("pytorch_model*.bin", "pytorch_model*.bin.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt"),
         f"a model with weights in pickles, which can run code and are not read: {_CONVERT}",
@@ -85,47 +89,40 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("tf_model*", "*.h5"), f"a model with weights of TensorFlow: {_CONVERT}"),
     (("flax_model*", "*.msgpack"), f"a model with weights of Flax: {_CONVERT}"),
     (("*.onnx", "onnx"), "a model exported to ONNX, which cannot be trained: give its safetensors"),
-    (("*.npz", "*.ot", "*.tflite", "*.mlmodel", "*.nemo"), "a model in a format that is not read: "
-                                                           "give safetensors"),
-)  # fmt: skip
-"""Names of files by which a folder is recognized, and what it is and what to do; the first that
-fits counts.
-"""
+    (
+        ("*.npz", "*.ot", "*.tflite", "*.mlmodel", "*.nemo"),
+        "a model in a format that is not read: give safetensors",
+    ),
+)
+"""Names of files that tell the kind of a folder, and the advice for it; the first match counts."""
 _NO_LANGUAGE_MODELS = _KINDS[2:4]
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")
-"""How files begin that transformers' Trainer writes beside weights, with the same endings."""
+"""Begins of files that transformers' Trainer writes beside weights, with the same endings."""
 
 
 def check_links(folder: Path) -> None:
-    """Raise ValueError for a link that leaves the folder, and for a pipe or device in place of a
-    file.
+    """Raise ValueError for a link that leaves the folder, or a pipe or device in place of a file.
 
     The folder itself may be a link, and so may safetensors, from which nothing but tensors is read.
     In the hub's cache, links lead to the `blobs` of the same model.
     """
     real = Path(os.path.realpath(folder))
-    roots = [
-        real,
-        *(
-            path.parents[1] / "blobs"
-            for path in (real, *real.parents)
-            if path.parent.name == "snapshots"
-        ),
-    ]
+    roots = [real]
+    for path in (real, *real.parents):
+        if path.parent.name == "snapshots":
+            roots.append(path.parents[1] / "blobs")
+
     templates = folder / CHAT_TEMPLATES
     try:
-        files = [
-            file
-            for file in folder.iterdir()
-            if any(fnmatch(file.name, pattern) for pattern in (*_TEXTS, _WEIGHTS))
-        ]
+        files = [file for file in folder.iterdir() if _matches(file.name, (*_TEXTS, _WEIGHTS))]
         if templates.is_dir() or templates.is_symlink():
             files += [templates, *templates.glob("*")]
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error.strerror}") from error
     for file in files:
         target = Path(os.path.realpath(file))
-        if not (fnmatch(file.name, _WEIGHTS) or any(target.is_relative_to(root) for root in roots)):
+        is_inside = any(target.is_relative_to(root) for root in roots)
+        if not is_inside and not fnmatch(file.name, _WEIGHTS):
             raise ValueError(
                 f"{file} is a link that leaves its folder, to {target}: only safetensors may lie "
                 "elsewhere: if the link is meant, put a copy of the file in its place"
@@ -143,8 +140,8 @@ def check_not_pointer(file: Path) -> None:
     try:
         if not file.is_file() or file.stat().st_size > _MAX_POINTER_BYTES:
             return
-        with file.open("rb") as opened:
-            begin = opened.read(len(_POINTER))
+        with file.open("rb") as handle:
+            begin = handle.read(len(_POINTER))
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from error
     if begin == _POINTER:
@@ -154,13 +151,19 @@ def check_not_pointer(file: Path) -> None:
         )
 
 
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
 def has_weights(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+    """Return True if a folder has safetensors that transformers finds."""
+    return (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists()
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise ValueError, saying what the path is and what to do, for anything but a folder of a
-    model in safetensors.
+    """Raise ValueError for anything but a folder of a model in safetensors.
+
+    The message says what the path is and what to do.
     """
     if not folder.is_dir():
         raise ValueError(_describe_file(folder))
@@ -171,6 +174,8 @@ def check_model_folder(folder: Path) -> None:
     if (folder / "config.json").exists() and has_weights(folder):
         _check_unambiguous(folder, names)
         return
+
+    # From here on the folder is refused; the most specific advice comes first.
     if not names:
         raise ValueError(
             f"{folder} is empty: must be a Hugging Face folder, with config.json and safetensors"
@@ -181,19 +186,22 @@ def check_model_folder(folder: Path) -> None:
             f"{folder} is the hub's cache of a model: give its name, or one of the folders in "
             f"{folder / 'snapshots'} ({', '.join(commits[:3])})"
         )
-    if kind := _kind(names):
+    kind = _identify_kind(names)
+    if kind is not None:
         raise ValueError(f"{folder} is {kind}")
-    if inside := sorted([*folder.glob("*/config.json"), *folder.glob("*/*/config.json")]):
+    models_inside = sorted([*folder.glob("*/config.json"), *folder.glob("*/*/config.json")])
+    if models_inside:
         raise ValueError(
-            f"{folder} is not a model's folder, but contains one: give {inside[0].parent}"
+            f"{folder} is not a model's folder, but contains one: give {models_inside[0].parent}"
         )
     if not (folder / "config.json").exists():
-        has = "weights" if has_weights(folder) else f"{len(names)} files, such as {min(names)}"
+        content = "weights" if has_weights(folder) else f"{len(names)} files, such as {min(names)}"
         raise ValueError(
-            f"file {folder / 'config.json'} is missing: the folder has {has}, and must be a "
+            f"file {folder / 'config.json'} is missing: the folder has {content}, and must be a "
             "Hugging Face folder"
         )
-    if shards := sorted(name for name in names if name.endswith(".safetensors")):
+    shards = sorted(name for name in names if name.endswith(".safetensors"))
+    if shards:
         raise ValueError(
             f"weights file {folder / SINGLE_FILE} is missing, and so is {INDEX_FILE}: there is "
             f"{shards[0]}, but nothing says which tensors are in which file: download the index "
@@ -207,23 +215,25 @@ def check_model_folder(folder: Path) -> None:
 
 def _check_unambiguous(folder: Path, names: Collection[str]) -> None:
     """Raise ValueError for a folder that other programs take for something else."""
-    if adapters := [name for name in names if name.startswith("adapter_model.")]:
-        raise ValueError(
-            f"{folder} holds the weights of a model and of an adapter ({adapters[0]}), and other "
-            "programs may read the other one: move one of them into a folder of its own"
-        )
-    if kind := _kind(names, _NO_LANGUAGE_MODELS):
+    for name in names:
+        if name.startswith("adapter_model."):
+            raise ValueError(
+                f"{folder} holds the weights of a model and of an adapter ({name}), and other "
+                "programs may read the other one: move one of them into a folder of its own"
+            )
+    kind = _identify_kind(names, _NO_LANGUAGE_MODELS)
+    if kind is not None:
         raise ValueError(f"{folder} is {kind}")
 
 
-def _kind(
+def _identify_kind(
     names: Collection[str], kinds: Sequence[tuple[tuple[str, ...], str]] = _KINDS
 ) -> str | None:
     """Return what a folder is and what to do, or None if its files do not say it."""
     usable = [name for name in names if not name.startswith(_NO_WEIGHTS)]
-    for patterns, what in kinds:
-        if any(fnmatch(name, pattern) for name in usable for pattern in patterns):
-            return what
+    for patterns, advice in kinds:
+        if any(_matches(name, patterns) for name in usable):
+            return advice
     return None
 
 
@@ -239,14 +249,15 @@ def _describe_file(path: Path) -> str:
     if not path.is_file():
         return f"{path} is a pipe or a device: must be a Hugging Face folder"
     try:
-        with path.open("rb") as opened:
-            begin = opened.read(512)
+        with path.open("rb") as handle:
+            begin = handle.read(512)
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    for magic, what in _ARCHIVES.items():
+    for magic, archive in _ARCHIVES.items():
         # PyTorch's files are zip archives too.
         if begin.startswith(magic) and not re.search(r"\.(bin|pt|pth|ckpt)$", path.name):
-            return f"{path} is {what}: unpack it, and give the folder"
+            return f"{path} is {archive}: unpack it, and give the folder"
+    # The format's mark is not at the begin, but in the header of the first file inside.
     if begin[257:262] == b"ustar":
         return f"{path} is a tar archive: unpack it, and give the folder"
     if begin.startswith(b"GGUF"):

@@ -6,7 +6,6 @@ Layers with a window have a rope base of their own, and no scaling.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from rl.models.adapter import (
@@ -14,9 +13,9 @@ from rl.models.adapter import (
     LAYER,
     LOCAL,
     DecoderAdapter,
-    hf_rope,
+    describe_rope,
     read_field,
-    rope_from_hf,
+    read_rope,
 )
 from rl.models.decoder import Decoder, FeedForward
 from rl.models.rope import RoPE
@@ -33,6 +32,8 @@ _DEFAULTS = {
 
 
 class Gemma3TextAdapter(DecoderAdapter):
+    """Names, tensors and config.json of Gemma 3's text models."""
+
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
     qk_norm = True
@@ -63,17 +64,21 @@ class Gemma3TextAdapter(DecoderAdapter):
     @classmethod
     def config_from_hf(cls, hf: dict[str, Any]) -> Decoder.Config:
         hf = _DEFAULTS | hf
+        # transformers 5 nests the parameters by kind of layer; transformers 4 has a field of its
+        # own for the base of the layers with a window.
         ropes: Any = hf.get("rope_parameters")
-        nested = isinstance(ropes, dict) and (GLOBAL in ropes or LOCAL in ropes)
-        near = {
+        is_nested = isinstance(ropes, dict) and (GLOBAL in ropes or LOCAL in ropes)
+        hf["rope_parameters"] = ropes.get(GLOBAL) if is_nested else ropes
+        local = {
             "rope_scaling": None,
             "rope_theta": hf["rope_local_base_freq"],
-            "rope_parameters": ropes.get(LOCAL) if nested else None,
+            "rope_parameters": ropes.get(LOCAL) if is_nested else None,
         }
-        hf["rope_parameters"] = ropes.get(GLOBAL) if nested else ropes
+
         config = super().config_from_hf(hf)
-        config.local_rope = rope_from_hf(hf | near)
-        attention, scale_dim = config.block.attention, read_field(hf, "query_pre_attn_scalar", int)
+        config.local_rope = read_rope(hf | local)
+        attention = config.block.attention
+        scale_dim = read_field(hf, "query_pre_attn_scalar", int)
         attention.scale_dim = None if scale_dim == attention.head_dim else scale_dim
         return config
 
@@ -87,33 +92,49 @@ class Gemma3TextAdapter(DecoderAdapter):
         return {
             **super().hf_config(),
             "query_pre_attn_scalar": attention.scale_dim or attention.head_dim,
-            "rope_parameters": {GLOBAL: hf_rope(config.rope), LOCAL: hf_rope(config.local_rope)},
+            "rope_parameters": {
+                GLOBAL: describe_rope(config.rope),
+                LOCAL: describe_rope(config.local_rope),
+            },
             "rope_local_base_freq": config.local_rope.theta,
         }
 
 
 def model_registry(flavor: str) -> ModelSpec:
     """Return a fresh spec of one size, free to edit; raise ValueError for an unknown flavor."""
-    ffn = FeedForward.Config
-    sized = partial(
-        Gemma3TextAdapter.sized,
-        vocab_size=262_144, num_heads=4, num_kv_heads=1, head_dim=256, max_positions=32_768,
+    flavors = {
+        "tiny": Gemma3TextAdapter.sized(
+            vocab_size=320,
+            dim=128,
+            num_layers=3,
+            num_heads=8,
+            num_kv_heads=4,
+            head_dim=32,
+            feed_forward=FeedForward.Config(hidden_dim=384),
+            max_positions=1024,
+            theta=1_000_000.0,
+            init_std=0.06,
+            window=32,
+            global_layers=(2,),
+        ),
+        "270M": _size(dim=640, num_layers=18, hidden_dim=2048),
+        "1B": _size(dim=1152, num_layers=26, hidden_dim=6912),
+    }
+    return spec_of_flavor(flavor, flavors, adapter=Gemma3TextAdapter)
+
+
+def _size(*, dim: int, num_layers: int, hidden_dim: int) -> Decoder.Config:
+    """Return the config of a published size, in which every sixth layer sees the whole context."""
+    return Gemma3TextAdapter.sized(
+        vocab_size=262_144,
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=256,
+        feed_forward=FeedForward.Config(hidden_dim=hidden_dim),
+        max_positions=32_768,
         theta=1_000_000.0,
         window=512,
-    )  # fmt: skip
-    flavors = {
-        "tiny": sized(
-            dim=128, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32,
-            feed_forward=ffn(hidden_dim=384),
-            vocab_size=320, max_positions=1024, init_std=0.06, window=32, global_layers=(2,),
-        ),
-        "270M": sized(
-            dim=640, num_layers=18, feed_forward=ffn(hidden_dim=2048),
-            global_layers=tuple(range(5, 18, 6))
-        ),
-        "1B": sized(
-            dim=1152, num_layers=26, feed_forward=ffn(hidden_dim=6912),
-            global_layers=tuple(range(5, 26, 6))
-        ),
-    }  # fmt: skip
-    return spec_of_flavor(flavor, flavors, adapter=Gemma3TextAdapter)
+        global_layers=tuple(range(5, num_layers, 6)),
+    )

@@ -15,9 +15,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -70,13 +68,26 @@ def generate(
     the call, up to the rounding of the kernels. A completion that fills the model's context ends as
     "length". At most `max_sequences` completions are decoded at once. Raises ValueError for an
     empty or too long prompt, or a setting out of range.
+
+    Example:
+        Two samples of one prompt, from a model with fresh weights:
+
+        >>> model = model_spec("qwen3", "tiny").model.build()
+        >>> model.init_weights(seed=0)
+        >>> sampling = SamplingParams(max_tokens=3, num_samples=2, seed=1)
+        >>> [completions] = generate(model, [np.array([5, 7, 9])], sampling=sampling)
+        >>> [completion.token_ids.tolist() for completion in completions]
+        [[197, 262, 178], [47, 127, 148]]
+        >>> completions[0].finish_reason
+        'length'
     """
+    # Refused rather than ignored: the completion would go on after the text.
     if sampling.stop_texts:
         raise ValueError(
             f"stop_texts={sampling.stop_texts}: must be empty here, because they need a tokenizer; "
             "give stop_token_ids"
         )
-    requests = completion_requests(
+    requests = build_requests(
         prompts,
         sampling=sampling,
         context=model.config.rope.max_positions,
@@ -98,36 +109,36 @@ class CompletionRequest:
     """Called after each token; true ends the completion as "stop"."""
 
 
-def completion_requests(
+def build_requests(
     prompts: Sequence[np.ndarray], *, sampling: SamplingParams, context: int, ends: End
 ) -> list[CompletionRequest]:
-    """Return `sampling.num_samples` requests for each prompt, in order; raise ValueError as
-    `generate`.
+    """Return `sampling.num_samples` requests for each prompt, in order.
 
-    `context` is the largest number of tokens of a prompt and its completion.
+    Raises ValueError as `generate`.
+
+    Args:
+        context: largest number of tokens of a prompt and its completion.
     """
     check_sampling(sampling)
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) < context:
             raise ValueError(f"prompt {i} has {len(prompt)} tokens: must be 1 to {context - 1}")
+    # Without a seed a common number is drawn, from which all requests derive theirs.
     common = int(torch.randint(2**62, ()).item()) if sampling.seed is None else sampling.seed
     seeds = request_seeds(prompts, seed=common, num_samples=sampling.num_samples)
-    return [
-        CompletionRequest(
-            prompt=prompt,
-            max_tokens=min(sampling.max_tokens, context - len(prompt)),
-            seed=seed,
-            ends=ends,
-        )
-        for prompt, seeds_of_prompt in zip(prompts, seeds, strict=True)
-        for seed in seeds_of_prompt
-    ]
+    requests: list[CompletionRequest] = []
+    for prompt, seeds_of_prompt in zip(prompts, seeds, strict=True):
+        max_tokens = min(sampling.max_tokens, context - len(prompt))
+        for seed in seeds_of_prompt:
+            request = CompletionRequest(prompt=prompt, max_tokens=max_tokens, seed=seed, ends=ends)
+            requests.append(request)
+    return requests
 
 
 def by_prompt(
     completions: Sequence[Completion], *, sampling: SamplingParams
 ) -> list[list[Completion]]:
-    """Return the completions of each prompt."""
+    """Return the completions of each prompt, of which `num_samples` follow each other."""
     num_samples = sampling.num_samples
     return [list(completions[i : i + num_samples]) for i in range(0, len(completions), num_samples)]
 
@@ -163,29 +174,30 @@ class Drawing:
         max_sequences: int = 256,
     ) -> None:
         self._sampling = sampling
-        self._batches = [
-            _Batch(requests[first : first + max_sequences])
-            for first in range(0, len(requests), max_sequences)
-        ]
+        self._batches: list[_Batch] = []
+        for first in range(0, len(requests), max_sequences):
+            self._batches.append(_Batch(requests[first : first + max_sequences]))
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(tokens) for batch in self._batches for tokens in batch.tokens)
+        """Tokens drawn so far."""
+        return sum(batch.num_tokens for batch in self._batches)
 
     def draw(self, model: Decoder, pauses: Callable[[], bool]) -> bool:
-        """Draw until all completions have ended or `pauses`, called before each token, is true;
-        return the former.
+        """Draw until all completions have ended or `pauses`, called before each token, is true.
 
-        Raises DivergedWeightsError for logprobs that are NaN.
+        Returns True if all have ended. Raises DivergedWeightsError for logprobs that are NaN.
         """
+        # Lazily: after a pause in a batch, the later batches do not begin.
         return all(batch.draw(model, self._sampling, pauses) for batch in self._batches)
 
     def completions(self, policy_version: int) -> list[Completion]:
-        return [
-            batch.completion(n, policy_version)
-            for batch in self._batches
-            for n in range(len(batch.requests))
-        ]
+        """Return the completions in the order of their requests."""
+        completions: list[Completion] = []
+        for batch in self._batches:
+            for n in range(len(batch.requests)):
+                completions.append(batch.build_completion(n, policy_version))
+        return completions
 
 
 class _Batch:
@@ -204,12 +216,19 @@ class _Batch:
         self.last_tokens = torch.empty(0, dtype=torch.int64)
         """Last token of each running completion, which the caches lack."""
         self.num_drawn = 0
+        """Tokens of each running completion."""
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.logprobs: list[list[float]] = [[] for _ in requests]
         self.reasons: list[FinishReason] = ["abort"] * len(requests)
         """"abort" while a completion runs."""
 
-    def completion(self, n: int, policy_version: int) -> Completion:
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all completions so far."""
+        return sum(len(tokens) for tokens in self.tokens)
+
+    def build_completion(self, n: int, policy_version: int) -> Completion:
+        """Return a completion as it is now."""
         return Completion(
             token_ids=np.array(self.tokens[n], dtype=np.int32),
             logprobs=np.array(self.logprobs[n], dtype=np.float32),
@@ -218,6 +237,7 @@ class _Batch:
         )
 
     def append(self, n: int, token: int, logprob: float) -> None:
+        """Add a token to a completion, which may end it."""
         self.tokens[n].append(token)
         self.logprobs[n].append(logprob)
         if self.requests[n].ends(self.tokens[n]):
@@ -227,70 +247,87 @@ class _Batch:
 
     @torch.no_grad()
     def draw(self, model: Decoder, sampling: SamplingParams, pauses: Callable[[], bool]) -> bool:
-        """See `Drawing.draw`."""
+        """Draw as `Drawing.draw`."""
         if not self.rows:
             return True
         device = model.embed_tokens.weight.device
         longest = max(request.max_tokens for request in self.requests)
+        # Drawn again after each pause rather than kept: the numbers depend on the seeds alone.
         uniforms_NC = torch.stack([uniforms(r.seed, longest) for r in self.requests]).to(device)
-        with cached_attention(model, self.caches):
+
+        with attach_caches(model, self.caches):
             while self.rows and not pauses():
-                logits_BV = self._next(model) if self.slots else self._prefill(model)
+                logits_BV = self._decode_next(model) if self.slots else self._prefill(model)
                 logprobs_BV = processed_logprobs(logits_BV, sampling)
                 if sampling.temperature == 0:
                     tokens_B = logprobs_BV.argmax(-1)
                 else:
                     tokens_B = draw(logprobs_BV, uniforms_NC[self.rows, self.num_drawn])
-                drawn = logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1).tolist()
-                if any(map(math.isnan, drawn)):
-                    raise DivergedWeightsError(DIVERGED)
+                self._add_tokens(tokens_B, logprobs_BV)
                 self.num_drawn += 1
-                for row, token, logprob in zip(self.rows, tokens_B.tolist(), drawn, strict=True):
-                    self.append(row, token, logprob)
-                keep = [i for i, row in enumerate(self.rows) if self.reasons[row] == "abort"]
-                self.rows = [self.rows[i] for i in keep]
-                self.slots = [self.slots[i] for i in keep]
-                self.last_tokens = tokens_B[keep]
+
+        # Keys and values are the largest part of a batch; a shared drawing may go on without it.
         if not self.rows:
             self.caches.clear()
         return not self.rows
 
-    def _next(self, model: Decoder) -> Tensor:
+    def _add_tokens(self, tokens_B: Tensor, logprobs_BV: Tensor) -> None:
+        """Add a token to each running completion, and drop those that have ended."""
+        logprobs_B = logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1).tolist()
+        if any(math.isnan(logprob) for logprob in logprobs_B):
+            raise DivergedWeightsError(DIVERGED)
+        for row, token, logprob in zip(self.rows, tokens_B.tolist(), logprobs_B, strict=True):
+            self.append(row, token, logprob)
+
+        # The caches keep the slots of completions that have ended: to move the others would cost a
+        # copy of all keys and values.
+        running = [i for i, row in enumerate(self.rows) if self.reasons[row] == "abort"]
+        self.rows = [self.rows[i] for i in running]
+        self.slots = [self.slots[i] for i in running]
+        self.last_tokens = tokens_B[running]
+
+    def _decode_next(self, model: Decoder) -> Tensor:
         """Put the last tokens into the cache; return the logits after them, [B, V]."""
         tokens_B = self.last_tokens
-        self.slots = [np.append(places, self.num_cached + n) for n, places in enumerate(self.slots)]
+        positions: list[int] = []
+        for n, slots in enumerate(self.slots):
+            positions.append(len(slots))
+            self.slots[n] = np.append(slots, self.num_cached + n)
         self.num_cached += len(self.slots)
-        positions_B = torch.tensor(
-            [len(places) - 1 for places in self.slots], device=tokens_B.device
-        )
+
+        positions_B = torch.tensor(positions, device=tokens_B.device)
         layout = SequenceLayout.of_single_queries(self.slots, device=tokens_B.device)
-        return _logits(model, tokens_B, positions_B, layout)
+        return _compute_logits(model, tokens_B, positions_B, layout)
 
     def _prefill(self, model: Decoder) -> Tensor:
         """Fill the cache with each prompt once; return each request's logits, [N, V]."""
-        groups = [
-            list(group)
-            for _, group in groupby(self.requests, key=lambda request: id(request.prompt))
-        ]
-        prompts, sizes = [group[0].prompt for group in groups], [len(group) for group in groups]
-        lengths = [len(prompt) for prompt in prompts]
         device = model.embed_tokens.weight.device
+        prompts: list[np.ndarray] = []
+        num_samples: list[int] = []
+        for request in self.requests:
+            # Samples of one prompt follow each other and hold the same array.
+            if prompts and request.prompt is prompts[-1]:
+                num_samples[-1] += 1
+            else:
+                prompts.append(request.prompt)
+                num_samples.append(1)
+
+        lengths = [len(prompt) for prompt in prompts]
         tokens_T = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(device)
         positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
         layout = SequenceLayout.from_lengths(lengths, device=device)
-        ends = np.cumsum(lengths)
-        logits_PV = _logits(
-            model, tokens_T, positions_T, layout, rows=torch.from_numpy(ends - 1).to(device)
-        )
-        slots = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-        self.slots = [
-            places for places, size in zip(slots, sizes, strict=True) for _ in range(size)
-        ]
-        self.num_cached = int(ends[-1])
-        return logits_PV.repeat_interleave(torch.tensor(sizes, device=device), dim=0)
+        ends_P = np.cumsum(lengths)
+        last_rows_P = torch.from_numpy(ends_P - 1).to(device)
+        logits_PV = _compute_logits(model, tokens_T, positions_T, layout, rows=last_rows_P)
+
+        # All samples of a prompt read its keys and values from the same slots.
+        for end, length, count in zip(ends_P, lengths, num_samples, strict=True):
+            self.slots += [np.arange(end - length, end)] * count
+        self.num_cached = int(ends_P[-1])
+        return logits_PV.repeat_interleave(torch.tensor(num_samples, device=device), dim=0)
 
 
-def _logits(
+def _compute_logits(
     model: Decoder,
     tokens: Tensor,
     positions: Tensor,
@@ -300,17 +337,21 @@ def _logits(
 ) -> Tensor:
     """Return the logits at these rows, by default at all."""
     rows = torch.arange(len(tokens), device=tokens.device) if rows is None else rows
-    pad = partial(pad_rows, multiple=model.row_multiple)
+    multiple = model.row_multiple
 
     def head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
-        return F.linear(pad(hidden_TE[rows]), weight_VE)[: len(rows)]
+        # Padded again after the selection, so that the product has whole tiles of rows too.
+        return F.linear(pad_rows(hidden_TE[rows], multiple), weight_VE)[: len(rows)]
 
-    return model(pad(tokens), positions=pad(positions), sequences=layout, head=head)
+    inputs, positions = pad_rows(tokens, multiple), pad_rows(positions, multiple)
+    return model(inputs, positions=positions, sequences=layout, head=head)
 
 
 class CachedAttention(nn.Module):
-    """Core attention over the present tokens, or over single tokens and those of earlier
-    forwards.
+    """Core attention that keeps keys and values of earlier forwards.
+
+    The first forward reads prompts and replaces the cache; each later forward has one token of each
+    completion and adds to it.
     """
 
     def __init__(self, core: nn.Module) -> None:
@@ -320,22 +361,21 @@ class CachedAttention(nn.Module):
         """Keys, then values of all tokens so far, [slots, 2K, D]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return [T, H, D]; tokens beyond those of the layout are padding, and their results
-        zeros.
-        """
+        """Return [T, H, D], with zeros for padding: the tokens beyond those of the layout."""
         num_tokens = layout.num_tokens
         kv = torch.cat((k, v), dim=1)[:num_tokens]
         self.kv = kv if layout.key_rows is None else torch.cat((self.kv, kv))
-        out = self.core(q[:num_tokens], *self.kv.chunk(2, dim=1), layout)
+        keys, values = self.kv.chunk(2, dim=1)
+        out = self.core(q[:num_tokens], keys, values, layout)
         return F.pad(out, (0, 0, 0, 0, 0, len(q) - num_tokens))
 
 
 @contextmanager
-def cached_attention(model: Decoder, caches: list[CachedAttention]) -> Iterator[None]:
-    """Replace the model's core attention by one that reads and fills a cache, and that permits
-    padding.
+def attach_caches(model: Decoder, caches: list[CachedAttention]) -> Iterator[None]:
+    """Replace the model's core attention by one that reads and fills a cache, and permits padding.
 
-    `caches` has those of the layers, or is empty and gets them.
+    Args:
+        caches: those of the layers; an empty list is filled with new caches.
     """
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     cores = [attention.core for attention in attentions]
@@ -343,7 +383,7 @@ def cached_attention(model: Decoder, caches: list[CachedAttention]) -> Iterator[
         caches += [CachedAttention(core) for core in cores]
     try:
         for attention, core, cache in zip(attentions, cores, caches, strict=True):
-            cache.core = core  # that of a model which was made again meanwhile
+            cache.core = core  # The model may have been built again during a pause.
             attention.core = cache
         yield
     finally:
@@ -369,32 +409,41 @@ class PromptLogprobs:
 
 @torch.no_grad()
 def prompt_logprobs(model: Decoder, prompt: np.ndarray, *, top_k: int = 0) -> PromptLogprobs:
-    """Return the predictions of a prompt ([M] int token ids), with its `top_k` most likely tokens.
+    """Return the predictions of a prompt, with its `top_k` most likely tokens.
 
     With a batch-invariant model the logprobs equal those of the trainer and of `generate` bit for
     bit.
+
+    Args:
+        prompt: [M] int token ids.
     """
-    tokens_M = torch.from_numpy(prompt.astype(np.int64)).to(model.embed_tokens.weight.device)
-    pad = partial(pad_rows, multiple=model.row_multiple)
-    inputs_T, targets_T = pad(tokens_M), pad(tokens_M.roll(-1))
-    positions_T = pad(torch.arange(len(prompt), device=tokens_M.device))
-    lengths = [len(prompt), len(inputs_T) - len(prompt)]
-    layout = SequenceLayout.from_lengths([n for n in lengths if n], device=tokens_M.device)
+    num_tokens, device = len(prompt), model.embed_tokens.weight.device
+    multiple = model.row_multiple
+    tokens_M = torch.from_numpy(prompt.astype(np.int64)).to(device)
+    inputs_T = pad_rows(tokens_M, multiple)
+    targets_T = pad_rows(tokens_M.roll(-1), multiple)
+    positions_T = pad_rows(torch.arange(num_tokens, device=device), multiple)
+    lengths = [num_tokens]
+    if len(inputs_T) > num_tokens:
+        lengths.append(len(inputs_T) - num_tokens)
+    layout = SequenceLayout.from_lengths(lengths, device=device)
 
-    def head(hidden_TE: Tensor, weight_VE: Tensor) -> Any:
-        chunks = []
-        for hidden_CE, targets_C in zip(
-            *(x.split(CHUNK_TOKENS) for x in (hidden_TE, targets_T)), strict=True
-        ):
+    def head(hidden_TE: Tensor, weight_VE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logprobs, top_logprobs, top_ids = [], [], []
+        # In chunks, because the logits of a whole long prompt would not fit beside the model.
+        chunks = zip(hidden_TE.split(CHUNK_TOKENS), targets_T.split(CHUNK_TOKENS), strict=True)
+        for hidden_CE, targets_C in chunks:
             logprobs_CV = F.linear(hidden_CE, weight_VE).float().log_softmax(-1)
-            own_C = logprobs_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1)
-            chunks.append((own_C, *logprobs_CV.topk(top_k, dim=-1)))
-        return [torch.cat(values) for values in zip(*chunks, strict=True)]
+            logprobs.append(logprobs_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1))
+            top = logprobs_CV.topk(top_k, dim=-1)
+            top_logprobs.append(top.values)
+            top_ids.append(top.indices)
+        return torch.cat(logprobs), torch.cat(top_logprobs), torch.cat(top_ids)
 
-    values = model(inputs_T, positions=positions_T, sequences=layout, head=head)
-    # Entry m of the results is about token m + 1.
-    own_M, top_Mk, ids_Mk = (x[: len(prompt)].roll(1, 0).cpu().numpy() for x in values)
-    if np.isnan(own_M[1:]).any():
+    predictions = model(inputs_T, positions=positions_T, sequences=layout, head=head)
+    # Entry m of the predictions is about token m + 1.
+    logprobs_M, top_Mk, ids_Mk = (x[:num_tokens].roll(1, 0).cpu().numpy() for x in predictions)
+    if np.isnan(logprobs_M[1:]).any():
         raise DivergedWeightsError(DIVERGED)
-    own_M[0], top_Mk[0], ids_Mk[0] = np.nan, np.nan, -1
-    return PromptLogprobs(logprobs=own_M, top_ids=ids_Mk.astype(np.int32), top_logprobs=top_Mk)
+    logprobs_M[0], top_Mk[0], ids_Mk[0] = np.nan, np.nan, -1  # Nothing predicts the first token.
+    return PromptLogprobs(logprobs=logprobs_M, top_ids=ids_Mk.astype(np.int32), top_logprobs=top_Mk)

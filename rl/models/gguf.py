@@ -29,50 +29,55 @@ from rl.models.tokenizer import write_json
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names in GGUF of the families that can be converted; Mistral's is "llama"."""
 SMOLLM = "smollm"
-"""Name in GGUF of a rule of splitting texts that transformers lacks: each digit on its own, then
-GPT-2's rule.
+"""Name in GGUF of a rule of splitting texts that transformers lacks: each digit, then GPT-2's rule.
 """
 RECIPE = 4
 """Part of the folder's name; incremented when a change of the conversion changes the result."""
 
 
 def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None:
-    """Return the Hugging Face folder of a GGUF file in `cache`; one that is missing is written, or
-    else is None.
+    """Return the Hugging Face folder of a GGUF file in `cache`, written if it is missing.
+
+    Args:
+        writes: False returns None for a folder that is missing.
 
     Raises:
         ValueError: the package `gguf` is missing, or the file is damaged or holds a model that is
             not supported.
     """
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    # The content names the folder, so that a file that was replaced is converted again.
+    with file.open("rb") as handle:
+        digest = hashlib.file_digest(handle, "sha256").hexdigest()
     folder = cache / f"{file.stem}-gguf-{RECIPE}-{digest[:12]}"
-    if not folder.exists():
-        if not writes:
-            return None
-        with _errors_of(file):
-            check_gguf_header(file)
-            settings, stored = _settings(file)
-            config, tensors, tokenizer = _read(file)
-            if settings.get("tokenizer.ggml.pre") == SMOLLM:
-                _split_digits(tokenizer)
-            # transformers takes Qwen3's default.
-            if head_dim := settings.get(f"{settings['general.architecture']}.attention.key_length"):
-                config["head_dim"] = head_dim
-            spec = spec_from_hf(config)
-        adapter = spec.adapter(spec.model)
-        with torch.device("meta"):
-            names = [name for name, _ in spec.model.build().named_parameters()]
-        _check_fit(file, settings, stored, model=spec.model, adapter=adapter, names=names)
-        with (
-            tempfile.TemporaryDirectory() as saved,
-            suppress(FileExistsError),
-        ):  # another process was faster
-            tokenizer.save_pretrained(saved)
-            _name_class(Path(saved) / "tokenizer_config.json")
-            write_json(Path(saved) / "generation_config.json", _token_ids(settings))
-            params = _params(file, names, adapter=adapter, tensors=tensors)
-            write_hf_folder(folder, params, adapter, dtype=torch.bfloat16, tokenizer_from=saved)
+    if folder.exists():
+        return folder
+    if not writes:
+        return None
+
+    with _translate_errors(file):
+        check_gguf_header(file)
+        settings, tensor_names = _read_settings(file)
+        config, tensors, tokenizer = _read_model(file)
+        if settings.get("tokenizer.ggml.pre") == SMOLLM:
+            _split_digits(tokenizer)
+        # transformers takes Qwen3's default.
+        head_dim = settings.get(f"{settings['general.architecture']}.attention.key_length")
+        if head_dim:
+            config["head_dim"] = head_dim
+        spec = spec_from_hf(config)
+
+    adapter = spec.adapter(spec.model)
+    with torch.device("meta"):
+        names = [name for name, _ in spec.model.build().named_parameters()]
+    _check_fit(file, settings, tensor_names, model=spec.model, adapter=adapter, names=names)
+
+    # FileExistsError: another process was faster.
+    with tempfile.TemporaryDirectory() as saved, suppress(FileExistsError):
+        tokenizer.save_pretrained(saved)
+        _name_class(Path(saved) / "tokenizer_config.json")
+        write_json(Path(saved) / "generation_config.json", _collect_token_ids(settings))
+        params = _read_parameters(file, names, adapter=adapter, tensors=tensors)
+        write_hf_folder(folder, params, adapter, dtype=torch.bfloat16, tokenizer_from=saved)
     return folder
 
 
@@ -88,16 +93,14 @@ def _split_digits(tokenizer: Any) -> None:
 
 
 def _name_class(file: Path) -> None:
-    """Name the tokenizer's class so that transformers 4 opens it too, which other programs than
-    relay use.
-    """
-    described = json.loads(file.read_text(encoding="utf-8"))
-    if described["tokenizer_class"] == "TokenizersBackend":
-        write_json(file, described | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    """Name the tokenizer's class so that transformers 4, of other programs, opens it too."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if config["tokenizer_class"] == "TokenizersBackend":
+        write_json(file, config | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 @contextmanager
-def _errors_of(file: Path) -> Iterator[None]:
+def _translate_errors(file: Path) -> Iterator[None]:
     """Turn the errors of the libraries into a ValueError that names the file."""
     try:
         yield
@@ -114,8 +117,8 @@ def _errors_of(file: Path) -> Iterator[None]:
         raise ValueError(f"{file}: the GGUF file is damaged or not supported: {error}") from error
 
 
-def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings that fit into one value, and the names of the tensors.
+def _read_settings(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings that are single values, and the names of the tensors.
 
     Raises ValueError for a model that would be misread.
     """
@@ -123,40 +126,45 @@ def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     reader = GGUFReader(file)
-    settings = {
-        name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1
-    }
+    settings: dict[str, Any] = {}
+    for name, field in reader.fields.items():
+        if len(field.data) == 1:
+            settings[name] = field.contents()
+    tensor_names = [tensor.name for tensor in reader.tensors]
+
     architecture = settings["general.architecture"]
     if architecture not in ARCHITECTURES:
         raise ValueError(
             f"{file}: general.architecture={architecture!r} is not supported: must be one of "
             f"{', '.join(ARCHITECTURES)}; give the model's Hugging Face folder"
         )
-    if (layers := settings.get(f"{architecture}.block_count", 0)) > len(reader.tensors):
+    # Before a model with so many layers is built.
+    num_layers = settings.get(f"{architecture}.block_count", 0)
+    if num_layers > len(tensor_names):
         raise ValueError(
-            f"{file}: block_count={layers}: the file has only {len(reader.tensors)} tensors"
+            f"{file}: block_count={num_layers}: the file has only {len(tensor_names)} tensors"
         )
+    # The first part alone would be converted as a model with missing tensors.
     if settings.get("split.count", 1) > 1:
         raise ValueError(
             f"{file}: is one of several parts: join them with `llama-gguf-split --merge`"
         )
     scaling = settings.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling != "none" or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
+    if scaling != "none" or "rope_freqs.weight" in tensor_names:
         raise ValueError(
             f"{file}: scaled rope frequencies are not read from GGUF: give the model's Hugging "
             "Face folder"
         )
-    if window := settings.get(f"{architecture}.attention.sliding_window"):
+    window = settings.get(f"{architecture}.attention.sliding_window")
+    if window:
         raise ValueError(
             f"{file}: attention.sliding_window={window} is not read from GGUF: give the model's "
             "Hugging Face folder"
         )
+    # The model was trained with the rule: another would give it other tokens.
     rule = settings.get("tokenizer.ggml.pre")
-    if settings.get("tokenizer.ggml.model") == "gpt2" and rule not in {
-        "gpt-2",
-        SMOLLM,
-        *GGUF_PRE_TOKENIZER_SPLITS,
-    }:
+    rules = {"gpt-2", SMOLLM, *GGUF_PRE_TOKENIZER_SPLITS}
+    if settings.get("tokenizer.ggml.model") == "gpt2" and rule not in rules:
         raise ValueError(
             f"{file}: tokenizer.ggml.pre={rule!r}: how texts are split into tokens is not known: "
             "give the model's Hugging Face folder"
@@ -166,13 +174,11 @@ def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
         raise ValueError(
             f"{file}: general.name='mistral' is not read: give the model's Hugging Face folder"
         )
-    return settings, [tensor.name for tensor in reader.tensors]
+    return settings, tensor_names
 
 
-def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
-    """Return config.json, the tensors in bfloat16 by their Hugging Face names, and the
-    tokenizer.
-    """
+def _read_model(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
+    """Return config.json, the tensors in bfloat16 by Hugging Face's names, and the tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -182,76 +188,77 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
         link = Path(alone) / "model.gguf"
         link.symlink_to(file.resolve())
         config = AutoConfig.from_pretrained(alone, gguf_file=link.name)
-        settings: dict[str, Any] = _in_decimals(config.to_dict())
+        settings: dict[str, Any] = _restore_decimals(config.to_dict())
         spec_from_hf(settings)  # before a model of sizes that no model has is built
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        found = load_gguf_checkpoint(
+        checkpoint = load_gguf_checkpoint(
             link, return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16
         )
         tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=link.name)
-    return settings, found["tensors"], tokenizer
+    return settings, checkpoint["tensors"], tokenizer
 
 
-def _in_decimals(config: Any) -> Any:
+def _restore_decimals(config: Any) -> Any:
     """Return settings with the decimal numbers that were meant, as GGUF rounds 1e-5 to float32."""
     if isinstance(config, dict):
-        return {name: _in_decimals(value) for name, value in config.items()}
+        return {name: _restore_decimals(value) for name, value in config.items()}
     return float(str(np.float32(config))) if isinstance(config, float) else config
 
 
-def _token_ids(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return generation_config.json; a reply ends with the end of a turn as well as with that of
-    the text.
-    """
+def _collect_token_ids(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return generation_config.json, where the end of a turn and that of the text end a reply."""
+    ends = {settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")}
     ids: dict[str, Any] = {
-        name: settings.get(f"tokenizer.ggml.{name}_token_id")
-        for name in ("bos", "eos", "eot", "padding")
+        "bos_token_id": settings.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": sorted(ends - {None}),
+        "pad_token_id": settings.get("tokenizer.ggml.padding_token_id"),
     }
-    ends = sorted({ids[name] for name in ("eos", "eot") if ids[name] is not None})
-    found = {"bos_token_id": ids["bos"], "eos_token_id": ends, "pad_token_id": ids["padding"]}
-    return {field: value for field, value in found.items() if value is not None}
+    return {field: value for field, value in ids.items() if value is not None}
 
 
 def _check_fit(
     file: Path,
     settings: dict[str, Any],
-    stored: list[str],
+    tensor_names: list[str],
     *,
     model: Decoder.Config,
     adapter: DecoderAdapter,
     names: list[str],
 ) -> None:
-    """Raise ValueError for a head that is rotated in part, or a stored tensor that no parameter is
-    made of.
-    """
+    """Raise ValueError for a partly rotated head, or a tensor that no parameter is made of."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
+    # The decoder rotates whole heads.
     architecture, head_dim = settings["general.architecture"], model.block.attention.head_dim
-    if (rotated := settings.get(f"{architecture}.rope.dimension_count", head_dim)) != head_dim:
+    rotated = settings.get(f"{architecture}.rope.dimension_count", head_dim)
+    if rotated != head_dim:
         raise ValueError(
             f"{file}: rope.dimension_count={rotated} is not supported: must be the size of a head, "
             f"{head_dim}"
         )
     table = get_tensor_name_map(MODEL_ARCH[architecture.upper()], model.num_layers)
-    known = {
-        table.get_name(x, (".weight", ".bias")) for name in names for x in adapter.hf_names(name)
-    }
-    if unknown := [name for name in stored if name not in known]:
-        raise ValueError(
-            f"{file}: tensor {unknown[0]} has no place in the model: give the model's Hugging Face "
-            "folder"
-        )
+    gguf_names: set[str | None] = set()
+    for name in names:
+        for hf_name in adapter.hf_names(name):
+            gguf_names.add(table.get_name(hf_name, (".weight", ".bias")))
+    # The model would compute without such a tensor.
+    for tensor in tensor_names:
+        if tensor not in gguf_names:
+            raise ValueError(
+                f"{file}: tensor {tensor} has no place in the model: give the model's Hugging Face "
+                "folder"
+            )
 
 
-def _params(
+def _read_parameters(
     file: Path, names: list[str], *, adapter: DecoderAdapter, tensors: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters, whose tensors are removed from `tensors` to free their memory."""
     for name in names:
+        parts: list[Tensor] = []
         for hf_name in adapter.hf_names(name):
             if hf_name not in tensors:
                 raise ValueError(f"{file}: the GGUF file has no tensor for {hf_name}")
-        yield (
-            name,
-            adapter.from_hf(name, [tensors.pop(hf_name) for hf_name in adapter.hf_names(name)]),
-        )
+            parts.append(tensors.pop(hf_name))
+        yield name, adapter.from_hf(name, parts)

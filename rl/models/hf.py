@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rl.config.json import differences, to_dict
 from rl.models.adapter import DecoderAdapter
-from rl.models.block_fp8 import FP8, check_scales, dequantized, fp8_block, is_scale, scale_of
+from rl.models.block_fp8 import FP8, check_scales, dequantize, is_scale, read_fp8_block, scale_of
 from rl.models.decoder import persistent_buffers
 from rl.models.folder_check import (
     INDEX_FILE,
@@ -55,11 +55,21 @@ _FREE_FIELDS = ("init_std", "rope.max_positions", "local_rope.max_positions")
 
 
 class HFFolder:
-    """A folder with complete files; with `tokenizer`, those of the tokenizer too.
+    """A Hugging Face folder whose files are complete; with `tokenizer`, those of the tokenizer too.
+
+    Opening a folder reads headers alone: `read_parameters` reads the tensors.
 
     Raises:
         ValueError: naming the folder, file or tensor that is missing, or the file that is
             truncated.
+
+    Example:
+        >>> folder = HFFolder("SmolLM2-135M", tokenizer=True)
+        >>> folder.shapes["model.layers.0.self_attn.q_proj.weight"]
+        (576, 576)
+        >>> spec = folder.spec()
+        >>> adapter = spec.adapter(spec.model)
+        >>> name, tensor = next(read_parameters(folder, adapter, ["embed_tokens.weight"]))
     """
 
     def __init__(self, path: str | Path, *, tokenizer: bool = False) -> None:
@@ -71,7 +81,7 @@ class HFFolder:
             if str(self.path) in str(error):
                 raise
             raise ValueError(f"{self.path}: {error}") from error
-        self.fp8_block = fp8_block(read_json_object(self.path / "config.json"))
+        self.fp8_block = read_fp8_block(read_json_object(self.path / "config.json"))
         """Rows and columns that share a scale in a block-scaled FP8 checkpoint, or None."""
         if tokenizer:
             check_tokenizer_files(self.path)
@@ -82,35 +92,32 @@ class HFFolder:
         self._read_headers()
 
     def _read_headers(self) -> None:
-        dtypes: dict[str, str] = {}
+        """Fill `shapes` and `files`; raise ValueError for files that do not fit together."""
         weight_map: dict[str, str] = {}
         if (self.path / INDEX_FILE).exists():
             weight_map = _read_weight_map(self.path / INDEX_FILE)
             _check_one_source(self.path, weight_map)
-        names = sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE]
-        for file in (self.path / name for name in names):
+
+        dtypes: dict[str, str] = {}
+        for name in sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE]:
+            file = self.path / name
             if not file.is_file():
-                listed = (
-                    f", which {INDEX_FILE} lists" if weight_map else f", and so is {INDEX_FILE}"
-                )
-                raise ValueError(f"weights file {file} is missing{listed}")
+                reason = f"which {INDEX_FILE} lists" if weight_map else f"and so is {INDEX_FILE}"
+                raise ValueError(f"weights file {file} is missing, {reason}")
             check_not_pointer(file)
             header = _read_header(file)
-            if twice := sorted(header.keys() & self.files.keys()):
-                other = self.files[twice[0]]
+            duplicates = sorted(header.keys() & self.files.keys())
+            if duplicates:
+                other = self.files[duplicates[0]]
                 raise ValueError(
-                    f"tensor {twice[0]} is in both {other} and {file.name}: remove one of them"
+                    f"tensor {duplicates[0]} is in both {other} and {file.name}: remove one of them"
                 )
-            self.shapes |= {name: shape for name, (shape, _) in header.items()}
-            dtypes |= {name: dtype for name, (_, dtype) in header.items()}
-            self.files |= dict.fromkeys(header, file)
-        for tensor, dtype in dtypes.items():
-            if dtype not in _DTYPES:
-                quantized = " (the model is quantized: give it without quantization)"
-                raise ValueError(
-                    f"{self.files[tensor]}: tensor {tensor} is of {dtype}: must be of "
-                    f"{', '.join(_DTYPES)}{quantized if _QUANTIZED.search(' '.join(dtypes)) else ''}"
-                )
+            for tensor, (shape, dtype) in header.items():
+                self.shapes[tensor], dtypes[tensor] = shape, dtype
+                self.files[tensor] = file
+
+        # After all headers, so that the message can tell a quantized model by its other tensors.
+        self._check_dtypes(dtypes)
         for tensor, name in weight_map.items():
             if self.files.get(tensor) != self.path / name:
                 raise ValueError(
@@ -121,71 +128,81 @@ class HFFolder:
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
         if self.fp8_block is not None:
+            # The scales are part of reading a weight, not tensors of the model.
             self.shapes = {name: shape for name, shape in self.shapes.items() if not is_scale(name)}
+
+    def _check_dtypes(self, dtypes: Mapping[str, str]) -> None:
+        for tensor, dtype in dtypes.items():
+            if dtype not in _DTYPES:
+                hint = ""
+                if _QUANTIZED.search(" ".join(dtypes)):
+                    hint = " (the model is quantized: give it without quantization)"
+                raise ValueError(
+                    f"{self.files[tensor]}: tensor {tensor} is of {dtype}: must be of "
+                    f"{', '.join(_DTYPES)}{hint}"
+                )
 
     def spec(
         self, *, expected: ModelSpec | None = None, otherwise: str = "choose a folder of that model"
     ) -> ModelSpec:
-        """Return the spec that config.json describes, which must be `expected` but for
-        `_FREE_FIELDS`.
+        """Return the spec that config.json describes.
 
-        Numbers may differ by their rounding to float32, which GGUF files have.
+        Args:
+            expected: spec that it must be, but for `_FREE_FIELDS`; None allows every model.
+            otherwise: end of the message about a model that is not the expected one.
 
         Raises:
-            ValueError: names the folder and the unsupported field, or all fields that differ; ends
-                with `otherwise`.
+            ValueError: names the folder and the unsupported field, or all fields that differ.
         """
-        same_family = expected is not None and expected.name == self.config.get("model_type")
-        adapter = expected.adapter if expected is not None and same_family else None
+        is_same_family = expected is not None and expected.name == self.config.get("model_type")
+        # A family from outside may have an adapter of its own for a known `model_type`.
+        adapter = expected.adapter if expected is not None and is_same_family else None
         try:
-            found = spec_from_hf(self.config, flavor=self.path.name, adapter=adapter)
+            spec = spec_from_hf(self.config, flavor=self.path.name, adapter=adapter)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
         if expected is None:
-            return found
-        fields: dict[str, tuple[Any, Any]] = {"model_type": (expected.name, found.name)}
-        if same_family:
-            fields = differences(to_dict(found.model), to_dict(expected.model))
-        other = [
-            f"{name}={new!r}, not {old!r}"
-            for name, (old, new) in fields.items()
-            if name not in _FREE_FIELDS
-            and not (
-                isinstance(old, float)
-                and isinstance(new, float)
-                and math.isclose(old, new, rel_tol=1e-6)
-            )
-        ]
-        if other:
+            return spec
+
+        fields: dict[str, tuple[Any, Any]] = {"model_type": (expected.name, spec.name)}
+        if is_same_family:
+            fields = differences(to_dict(spec.model), to_dict(expected.model))
+        problems: list[str] = []
+        for name, (old, new) in fields.items():
+            if name not in _FREE_FIELDS and not _are_close(old, new):
+                problems.append(f"{name}={new!r}, not {old!r}")
+        if problems:
             raise ValueError(
                 f"{self.path}: a checkpoint of another architecture or size than {expected.name} "
-                f"{expected.flavor}: config.json has {'; '.join(other)}: {otherwise}"
+                f"{expected.flavor}: config.json has {'; '.join(problems)}: {otherwise}"
             )
-        return replace(expected, model=found.model)
+        return replace(expected, model=spec.model)
 
     def check(
         self, model: nn.Module, adapter: DecoderAdapter, *, names: Collection[str] | None = None
     ) -> None:
-        """Raise ValueError, naming the first difference, unless the tensors are those of the
-        model's parameters.
+        """Raise ValueError, naming the first difference, unless the tensors fit the model.
 
         The model may be on the meta device or sharded. A folder of a tied model may contain an
         output head equal to its embedding, and any folder the model's persistent buffers. `names`
         restricts the check to some parameters.
         """
-        needed = {
-            hf_name: tuple(tensor.shape)
-            for name, parameter in model.named_parameters()
-            if names is None or name in names
-            for hf_name, tensor in adapter.to_hf(
-                name, torch.empty(parameter.shape, device="meta")
-            ).items()
-        }
+        needed: dict[str, tuple[int, ...]] = {}
+        for name, parameter in model.named_parameters():
+            if names is None or name in names:
+                # Meta tensors: the adapter computes shapes without memory.
+                whole = torch.empty(parameter.shape, device="meta")
+                for hf_name, tensor in adapter.to_hf(name, whole).items():
+                    needed[hf_name] = tuple(tensor.shape)
         for hf_name in needed:
             if hf_name not in self.shapes:
-                raise ValueError(f"{self.path}: tensor {hf_name} is missing{self._hint(hf_name)}")
+                raise ValueError(
+                    f"{self.path}: tensor {hf_name} is missing{self._explain_missing(hf_name)}"
+                )
+        # After the check of missing tensors: a folder may lack the buffers.
         for name, buffer in hf_buffers(model, adapter).items():
             needed |= dict.fromkeys(adapter.hf_names(name), tuple(buffer.shape))
+
         for hf_name, shape in self.shapes.items():
             if hf_name.endswith(_IGNORED_ENDINGS) or shape == needed.get(hf_name):
                 continue
@@ -199,14 +216,14 @@ class HFFolder:
                 raise ValueError(
                     f"{self.path}: tensor {hf_name} has no place in the model: {other}"
                 )
-            if not torch.equal(self._stored(_HEAD), self._stored(_EMBEDDING)):
+            if not torch.equal(self._read_stored(_HEAD), self._read_stored(_EMBEDDING)):
                 raise ValueError(
                     f"{self.path}: config.json has tie_word_embeddings=true, but {_HEAD} differs "
                     f"from {_EMBEDDING}: set tie_word_embeddings to false to use both, or remove "
                     "the tensor that is not meant"
                 )
 
-    def _hint(self, missing: str) -> str:
+    def _explain_missing(self, missing: str) -> str:
         """Return what a folder without one of the model's tensors may be, or an empty text."""
         for name in self.shapes:
             if name.endswith(f".{missing}") or missing == f"model.{name}":
@@ -216,19 +233,15 @@ class HFFolder:
                 )
         return ""
 
-    def _stored(self, name: str) -> Tensor:
+    def _read_stored(self, name: str) -> Tensor:
         """Return a tensor as it is stored."""
-        with safe_open(self.files[name], framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
+        with safe_open(self.files[name], framework="pt") as handle:
+            tensor: Tensor = handle.get_tensor(name)
             return tensor
 
     def present(self, names: Iterable[str], adapter: DecoderAdapter) -> list[str]:
         """Return the parameters whose tensors are all in the folder."""
-        return [
-            name
-            for name in names
-            if all(hf_name in self.files for hf_name in adapter.hf_names(name))
-        ]
+        return [name for name in names if self.files.keys() >= set(adapter.hf_names(name))]
 
 
 def read_parameters(
@@ -240,6 +253,7 @@ def read_parameters(
     NaN or infinity.
     """
     with ExitStack() as stack:
+        # Files stay open to the end: a parameter may consist of tensors of several files.
         handles: dict[Path, Any] = {}
 
         def read(name: str) -> Tensor:
@@ -250,7 +264,7 @@ def read_parameters(
                 handles[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
             tensor: Tensor = handles[file].get_tensor(name)
             if folder.fp8_block is not None and scale_of(name) in folder.files:
-                tensor = dequantized(tensor, read(scale_of(name)), block=folder.fp8_block)
+                tensor = dequantize(tensor, read(scale_of(name)), block=folder.fp8_block)
             check_finite(name, tensor, file=file)
             return tensor
 
@@ -258,11 +272,20 @@ def read_parameters(
             yield name, adapter.from_hf(name, [read(hf_name) for hf_name in adapter.hf_names(name)])
 
 
+def _are_close(first: Any, second: Any) -> bool:
+    """Return True for numbers that differ by their rounding to float32, which GGUF files have."""
+    if not (isinstance(first, float) and isinstance(second, float)):
+        return False
+    return math.isclose(first, second, rel_tol=1e-6)
+
+
 def check_finite(name: str, tensor: Tensor, *, file: Path) -> None:
-    """Raise ValueError for a tensor with NaN or infinity; takes less time than a copy of the
-    tensor.
-    """
-    if tensor.numel() and not all(extreme.isfinite() for extreme in tensor.aminmax()):
+    """Raise ValueError for a tensor with NaN or infinity."""
+    if not tensor.numel():
+        return
+    # NaN and infinity show in the extremes, which take less time than a copy of the tensor.
+    least, most = tensor.aminmax()
+    if not (least.isfinite() and most.isfinite()):
         raise ValueError(
             f"{file}: tensor {name} has values that are NaN or infinite: the checkpoint has "
             "diverged"
@@ -270,22 +293,20 @@ def check_finite(name: str, tensor: Tensor, *, file: Path) -> None:
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """Return config.json without its quantization; raise ValueError for one that is not
-    supported.
-    """
+    """Return config.json without its quantization; raise ValueError for an unsupported kind."""
     config = read_json_object(Path(folder) / "config.json")
-    fp8_block(config)
+    read_fp8_block(config)
     return {field: value for field, value in config.items() if field != "quantization_config"}
 
 
 def hf_buffers(model: nn.Module, adapter: DecoderAdapter) -> dict[str, Tensor]:
     """Return the persistent buffers that a Hugging Face folder may contain, by our names."""
-    found = {}
+    buffers: dict[str, Tensor] = {}
     for name, buffer in persistent_buffers(model).items():
         with suppress(KeyError):  # The family's folders have no place for the buffer.
             adapter.hf_names(name)
-            found[name] = buffer
-    return found
+            buffers[name] = buffer
+    return buffers
 
 
 def write_hf_folder(
@@ -312,36 +333,34 @@ def write_hf_folder(
     Raises:
         FileExistsError: if `path` exists and is not an empty folder.
     """
-    tensors = (
-        (
-            hf_name,
-            tensor.to(device="cpu", dtype=tensor.dtype if name in buffers else dtype).contiguous(),
-        )
-        for name, parameter in params
-        for hf_name, tensor in adapter.to_hf(name, parameter.detach()).items()
-    )
+
+    def yield_tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in params:
+            for hf_name, tensor in adapter.to_hf(name, parameter.detach()).items():
+                stored = tensor.dtype if name in buffers else dtype
+                yield hf_name, tensor.to(device="cpu", dtype=stored).contiguous()
+
     with atomic_folder(path) as temporary:
+        config = adapter.hf_config()
         # transformers before 4.56 reads `torch_dtype`, and float32 without it.
-        config = adapter.hf_config() | dict.fromkeys(
-            ("dtype", "torch_dtype"), str(dtype).removeprefix("torch.")
-        )
+        config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
         if tokenizer_from is not None:
             source = Path(tokenizer_from)
             check_tokenizer_files(source)
             for name in tokenizer_files(source):
                 (temporary / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, temporary / name)
-            config |= _token_ids(source)
+            config |= _read_token_ids(source)
         write_json(temporary / "config.json", config)
-        _write_shards(temporary, tensors, max_shard_bytes=max_shard_bytes)
+        _write_shards(temporary, yield_tensors(), max_shard_bytes=max_shard_bytes)
 
 
 def write_random_model(folder: str | Path, *, spec: ModelSpec, seed: int) -> Path:
-    """Write a random model with a tokenizer of bytes, unless the folder exists; deterministic given
-    the seed.
+    """Write a random model with a tokenizer of bytes, unless the folder exists.
 
-    Two processes may call this at once: each writes its own copy, and the first to finish names the
-    folder. Raises ValueError if the folder exists and does not hold a complete model of the spec.
+    The seed determines the weights. Two processes may call this at once: each writes its own copy,
+    and the first to finish names the folder. Raises ValueError if the folder exists and does not
+    hold a complete model of the spec.
     """
     folder = Path(folder)
     adapter = spec.adapter(spec.model)
@@ -361,19 +380,23 @@ def write_random_model(folder: str | Path, *, spec: ModelSpec, seed: int) -> Pat
 def _write_shards(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_shard_bytes: int
 ) -> None:
-    shards: list[dict[str, int]] = []
-    """Bytes of each tensor, per file written."""
+    shards: list[list[str]] = []
+    """Names of the tensors in each file written."""
     pending: dict[str, Tensor] = {}
+    pending_bytes = total_size = 0
 
     def flush() -> None:
         save_file(pending, folder / f"{len(shards)}.part", metadata={"format": "pt"})
-        shards.append({name: tensor.nbytes for name, tensor in pending.items()})
+        shards.append(list(pending))
         pending.clear()
 
     for name, tensor in tensors:
-        if pending and sum(x.nbytes for x in pending.values()) + tensor.nbytes > max_shard_bytes:
+        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
             flush()
+            pending_bytes = 0
         pending[name] = tensor
+        pending_bytes += tensor.nbytes
+        total_size += tensor.nbytes
     flush()
 
     if len(shards) == 1:
@@ -381,43 +404,42 @@ def _write_shards(
         return
     # The file names contain the number of shards, which is known only now.
     weight_map: dict[str, str] = {}
-    for i, sizes in enumerate(shards):
+    for i, names in enumerate(shards):
         file_name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"{i}.part").rename(folder / file_name)
-        weight_map |= dict.fromkeys(sizes, file_name)
-    total_size = sum(sum(sizes.values()) for sizes in shards)
+        weight_map |= dict.fromkeys(names, file_name)
     write_json(
         folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     )
 
 
-def _token_ids(folder: Path) -> dict[str, Any]:
+def _read_token_ids(folder: Path) -> dict[str, Any]:
     """Return the token ids of the folder's config.json, or else of its generation settings."""
     ids: dict[str, Any] = {}
     for name in ("generation_config.json", "config.json"):
-        if (folder / name).exists():
-            content = read_json_object(folder / name)
-            ids |= {
-                field: content[field]
-                for field in _TOKEN_ID_FIELDS
-                if content.get(field) is not None
-            }
+        if not (folder / name).exists():
+            continue
+        content = read_json_object(folder / name)
+        for field in _TOKEN_ID_FIELDS:
+            if content.get(field) is not None:
+                ids[field] = content[field]
     return ids
 
 
 def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return shape and dtype of each tensor in a safetensors file."""
     try:
-        with safe_open(file, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            if odd := [name for name in slices if not name.isprintable()]:
-                raise ValueError(
-                    f"weights file {file} has a tensor {odd[0][:100]!r}: no model has such a name"
-                )
-            return {
-                name: (tuple(found.get_shape()), found.get_dtype())
-                for name, found in slices.items()
-            }
+        header: dict[str, tuple[tuple[int, ...], str]] = {}
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118
+                # Names go into messages and logs.
+                if not name.isprintable():
+                    raise ValueError(
+                        f"weights file {file} has a tensor {name[:100]!r}: no model has such a name"
+                    )
+                tensor = handle.get_slice(name)
+                header[name] = tuple(tensor.get_shape()), tensor.get_dtype()
+        return header
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"weights file {file} is truncated or not a safetensors file: {error}"
@@ -441,10 +463,12 @@ def _check_one_source(folder: Path, weight_map: dict[str, str]) -> None:
 def _read_weight_map(file: Path) -> dict[str, str]:
     """Return the file name of each tensor."""
     weight_map = read_json_object(file).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) for name in weight_map.values()
-    ):
-        raise ValueError(f"file {file} has no weight_map, an object of file names by tensor")
+    message = f"file {file} has no weight_map, an object of file names by tensor"
+    if not isinstance(weight_map, dict):
+        raise ValueError(message)
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(message)
+    # A path would read a file of another folder, which nobody has checked.
     for tensor, name in weight_map.items():
         if not name or Path(name).name != name:
             raise ValueError(

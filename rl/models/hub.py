@@ -19,20 +19,19 @@ from rl.utils.proxies import used_proxy
 TIMEOUT_S = 10.0
 """Longest wait for the hub's first answer."""
 SETTINGS, WEIGHTS = ("*.json", "*.jinja", "merges.txt"), "*.safetensors"
-"""Files of a model that are downloaded, and that must be in the cache; those in subfolders are
-other formats.
-"""
-MORE, TEMPLATES = (
-    ("vocab.txt", "tokenizer.model", "tokenizer.model.v3"),
-    f"{CHAT_TEMPLATES}/*.jinja",
-)
+"""Files of a model that are downloaded, and that must be in the cache."""
+MORE = ("vocab.txt", "tokenizer.model", "tokenizer.model.v3")
+TEMPLATES = f"{CHAT_TEMPLATES}/*.jinja"
 """Files that are downloaded too; a model that was cached without them is taken as it is."""
-UNWANTED = ("*/*", "consolidated*")
+OTHER_FORMATS = ("*/*", "consolidated*")
+"""Files that are left out: subfolders and `consolidated` hold the weights in other formats."""
 
 
-def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | None:
-    """Return the folder of a model in the cache; what is missing is downloaded, or else the folder
-    is None.
+def fetch_from_hub(name: str, *, revision: str | None, downloads: bool) -> Path | None:
+    """Return the folder of a model in the cache, after a download of missing files.
+
+    Args:
+        downloads: False asks the cache alone, and returns None for a model that is not there.
 
     Raises:
         ValueError: the model or revision does not exist, may not be read, or cannot be reached and
@@ -40,6 +39,7 @@ def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | No
     """
     from huggingface_hub import HfApi, snapshot_download
 
+    # Asked first and once: downloads retry, so a machine without a network would wait for long.
     problem: Exception | None = None
     files: list[str] = []
     try:
@@ -49,17 +49,19 @@ def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | No
     except Exception as error:  # noqa: BLE001 - a network request
         problem = error
 
-    def fetch(*patterns: str, unwanted: Sequence[str] = UNWANTED) -> Path:
+    def fetch(*patterns: str, ignored: Sequence[str] = OTHER_FORMATS) -> Path:
         try:
             folder = snapshot_download(
                 name,
                 revision=revision,
                 allow_patterns=list(patterns),
-                ignore_patterns=list(unwanted),
+                ignore_patterns=list(ignored),
                 local_files_only=problem is not None or not downloads,
             )
         except Exception as error:  # noqa: BLE001 - a network request
-            raise ValueError(_advice(name, revision, problem or error)) from (problem or error)
+            raise ValueError(_describe_failure(name, revision, problem or error)) from (
+                problem or error
+            )
         return Path(folder)
 
     if downloads and problem is None:
@@ -70,8 +72,9 @@ def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | No
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         if any(fnmatch(file, TEMPLATES) for file in files):
-            fetch(TEMPLATES, unwanted=())
+            fetch(TEMPLATES, ignored=())
         return fetch(*SETTINGS, *MORE, WEIGHTS)
+
     try:
         folder = fetch(*SETTINGS, WEIGHTS)
     except ValueError:
@@ -82,27 +85,33 @@ def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | No
         return folder
     if problem is None:
         return None
-    raise ValueError(_advice(name, revision, problem)) from problem
+    raise ValueError(_describe_failure(name, revision, problem)) from problem
 
 
 def _check_files(name: str, revision: str | None, files: Sequence[str]) -> None:
-    """Raise ValueError for a model whose weights are in another format, if the hub lists its
-    files.
-    """
-    usable = [file for file in files if not any(fnmatch(file, pattern) for pattern in UNWANTED)]
-    if files and not any(fnmatch(file, WEIGHTS) for file in usable):
-        message = f"{name} has no safetensors that transformers reads"
-        if others := [file for file in files if file.endswith(".gguf")]:
-            download = f"hf download {name} {others[0]}{_option(revision)}"
-            message += f", but GGUF files: download one, `{download}`, and give its path"
-        raise ValueError(message)
+    """Raise ValueError for a model whose weights are in another format, if its files are listed."""
+    if not files:
+        return
+    gguf = None
+    for file in files:
+        if fnmatch(file, WEIGHTS) and not any(fnmatch(file, part) for part in OTHER_FORMATS):
+            return
+        if gguf is None and file.endswith(".gguf"):
+            gguf = file
+
+    message = f"{name} has no safetensors that transformers reads"
+    if gguf is not None:
+        download = f"hf download {name} {gguf}{_format_option(revision)}"
+        message += f", but GGUF files: download one, `{download}`, and give its path"
+    raise ValueError(message)
 
 
-def _advice(name: str, revision: str | None, error: Exception) -> str:
+def _describe_failure(name: str, revision: str | None, error: Exception) -> str:
     """Return the message for a download that failed: what is wrong and what to do."""
     from huggingface_hub import HfApi, constants, errors
 
     hub = HfApi().endpoint
+    # The narrower classes first: GatedRepoError is a RepositoryNotFoundError.
     if isinstance(error, errors.GatedRepoError):
         return (
             f"{name}: the hub gives it to people with permission only: ask at {hub}/{name}, "
@@ -114,29 +123,28 @@ def _advice(name: str, revision: str | None, error: Exception) -> str:
             "name, or log in with `hf auth login`"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return (
-            f"{name}: hf_revision={revision!r} does not exist: must be {_revisions(name)} or a "
-            "commit"
-        )
+        valid = _list_revisions(name)
+        return f"{name}: hf_revision={revision!r} does not exist: must be {valid} or a commit"
     if isinstance(error, errors.OfflineModeIsEnabled):
         reason = "it is not downloaded, and HF_HUB_OFFLINE forbids that"
     else:
         proxy = used_proxy(hub)
         through = "" if proxy is None else f" through the proxy of {proxy}"
-        told = (str(error).splitlines() or [""])[0]
-        reason = f"it cannot be downloaded from {hub}{through} ({type(error).__name__}: {told})"
+        first_line = (str(error).splitlines() or [""])[0]
+        cause = f"{type(error).__name__}: {first_line}"
+        reason = f"it cannot be downloaded from {hub}{through} ({cause})"
+    download = f"hf download {name}{_format_option(revision)}"
     return (
-        f"{name} is no folder here, and {reason}: run `hf download {name}{_option(revision)}` "
-        "where there is a network, and give its folder or its cache (HF_HUB_CACHE, here "
-        f"{constants.HF_HUB_CACHE})"
+        f"{name} is no folder here, and {reason}: run `{download}` where there is a network, and "
+        f"give its folder or its cache (HF_HUB_CACHE, here {constants.HF_HUB_CACHE})"
     )
 
 
-def _option(revision: str | None) -> str:
+def _format_option(revision: str | None) -> str:
     return f" --revision {revision}" if revision else ""
 
 
-def _revisions(name: str) -> str:
+def _list_revisions(name: str) -> str:
     """Return the branches and tags of a model, as words."""
     from huggingface_hub import HfApi
 

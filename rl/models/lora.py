@@ -27,12 +27,15 @@ ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 class LoRA(ModelConverter):
-    """Converter that freezes the model and adds adapters, without dropout: the policy that is
-    trained also samples.
+    """Converter that freezes the model and adds adapters.
+
+    There is no dropout, because the policy that is trained also samples.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConverter.Config):
+        """Size of the adapters, the layers that get them, and their initial values."""
+
         rank: int = 16
         """Rank of the products."""
         alpha: float = 32.0
@@ -73,16 +76,24 @@ class LoRA(ModelConverter):
         """Adapters by the name of our adapted weight."""
         if any(isinstance(module, LowRank) for module in model.modules()):
             raise ValueError("the model has adapters of an earlier LoRA: must be one LoRA")
-        linears = self._linear_layers(model)
-        targets = self._targets(linears)
+        linears = self._find_linear_layers(model)
+        targets = self._resolve_targets(linears)
+
+        # Before the adapters are attached, whose factors are trained.
         model.requires_grad_(False)
         for name, (linear, hf_names) in linears.items():
-            adapted = {n: i for i, n in enumerate(hf_names) if {_leaf(n), _leaf(name)} & targets}
+            adapted: dict[str, int] = {}
+            for number, hf_name in enumerate(hf_names):
+                if _get_leaf(hf_name) in targets or _get_leaf(name) in targets:
+                    adapted[hf_name] = number
             if adapted:
                 adapter = self._attach(model, name, linear, adapted)
+                # A hook, so that the layer stays what the parallel plans expect.
                 linear.register_forward_hook(lambda _, args, out, a=adapter: a.add_to(out, args[0]))
+
         if self.config.unembedding:
-            if (head := getattr(model, HEAD, None)) is None:
+            head = getattr(model, HEAD, None)
+            if head is None:
                 raise ValueError(
                     f"unembedding=True: {self.spec.name} {self.spec.flavor} has no output head of "
                     "its own, its weight is the embedding's, which the adapter would change too: "
@@ -91,23 +102,24 @@ class LoRA(ModelConverter):
             # The loss uses the head's weight without calling its layer.
             self._attach(model, HEAD, head, {f"{HEAD}.weight": 0})
         if self.config.initial_adapter is not None:
+            # Read now too, so that an adapter that does not fit is refused before weights are read.
             self._open_peft(self.config.initial_adapter)
 
-    def _linear_layers(self, model: nn.Module) -> dict[str, tuple[nn.Linear, list[str]]]:
+    def _find_linear_layers(self, model: nn.Module) -> dict[str, tuple[nn.Linear, list[str]]]:
         """Return the layers that can be adapted, with the Hugging Face names of their weights."""
-        found = {}
+        linears: dict[str, tuple[nn.Linear, list[str]]] = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and name != HEAD:
                 # Layers added by other converters are unknown to the adapter.
                 with suppress(KeyError):
-                    found[name] = module, self._hf.hf_names(f"{name}.weight")
-        return found
+                    linears[name] = module, self._hf.hf_names(f"{name}.weight")
+        return linears
 
-    def _targets(self, linears: Mapping[str, tuple[nn.Linear, list[str]]]) -> set[str]:
+    def _resolve_targets(self, linears: Mapping[str, tuple[nn.Linear, list[str]]]) -> set[str]:
         """Return the last name parts of the layers to adapt."""
         valid: dict[str, None] = {}
         for name, (_, hf_names) in linears.items():
-            valid |= dict.fromkeys(map(_leaf, (*hf_names, name)))
+            valid |= dict.fromkeys(map(_get_leaf, (*hf_names, name)))
         targets = self.config.target_modules
         if targets is None:
             return valid.keys() & set(ALL_LINEAR)
@@ -123,9 +135,11 @@ class LoRA(ModelConverter):
     def _attach(
         self, model: nn.Module, name: str, linear: nn.Linear, adapted: dict[str, int]
     ) -> LowRank:
+        """Add the adapter of a layer beside it; `adapted` numbers its Hugging Face weights."""
         weight = f"{name}.weight"
-        # The number of the Hugging Face weight that each row of our weight came from.
-        rows = self._hf_rows(weight, linear.out_features).values()
+        # Each row of a Hugging Face weight holds the weight's number, and the family regroups the
+        # rows as it does with real weights: the result tells where each row of ours came from.
+        rows = self._count_hf_rows(weight, linear.out_features).values()
         parts = [torch.full((num, 1), number, device="cpu") for number, num in enumerate(rows)]
         source_O1 = self._hf.from_hf(weight, parts)
         assert source_O1.shape == (linear.out_features, 1), (
@@ -143,66 +157,70 @@ class LoRA(ModelConverter):
         self._adapters[weight] = adapter
         return adapter
 
-    def _hf_rows(self, weight: str, num_rows: int) -> dict[str, int]:
+    def _count_hf_rows(self, weight: str, num_rows: int) -> dict[str, int]:
         """Return the number of rows of each Hugging Face weight in ours, which has `num_rows`."""
         meta = torch.empty(num_rows, 1, device="meta")
         return {name: tensor.size(0) for name, tensor in self._hf.to_hf(weight, meta).items()}
 
     @torch.no_grad()
     def weights_loaded(self, model: nn.Module, *, fresh: bool) -> None:
-        """Initialize fresh adapters, drawn whole and sliced, so that they are equal in every
-        layout.
-        """
+        """Initialize fresh adapters, from a folder or at random."""
         if not fresh:
             return
         if self.config.initial_adapter is not None:
             self.load_peft(self.config.initial_adapter)
             return
+        # Drawn whole and sliced, so that the numbers are equal in every layout.
         generator = torch.Generator().manual_seed(self.config.seed)
         for adapter in self._adapters.values():
             bound = 1.0 / math.sqrt(adapter.lora_a.size(1))
             a = torch.empty(adapter.lora_a.shape).uniform_(-bound, bound, generator=generator)
             _fill(adapter.lora_a, a)
+            # B is zero, so that the first policy is the plain model.
             local_tensor(adapter.lora_b).zero_()
 
     def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
         adapter = self._adapters.get(name)
-        return tensor if adapter is None else adapter.merged_like(tensor)
+        return tensor if adapter is None else adapter.merge_without_gradient(tensor)
 
     def peft_factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the Hugging Face name of each weight with its whole A and B; every rank must
-        consume all.
+        """Yield the Hugging Face name of each weight with its whole A and B.
 
-        Adapters that only other ranks of a pipeline have are on the meta device, and left out.
+        Factors are gathered, so every rank must consume all. Adapters that only other ranks of a
+        pipeline have are on the meta device, and left out.
         """
         for weight, adapter in self._adapters.items():
             if adapter.lora_a.is_meta:
                 continue
-            a, b = (whole_tensor(p.detach()) for p in (adapter.lora_a, adapter.lora_b))
+            a = whole_tensor(adapter.lora_a.detach())
+            b = whole_tensor(adapter.lora_b.detach())
             b_of = self._hf.to_hf(weight, b)
             for hf_name, a_RI in zip(adapter.adapted, a.split(adapter.rank), strict=True):
                 yield hf_name, a_RI, b_of[hf_name]
 
     @torch.no_grad()
     def load_peft(self, folder: str | Path) -> None:
-        """Load the adapters of a folder in PEFT's format; every rank reads it. Raises ValueError if
-        it does not fit.
+        """Load the adapters of a folder in PEFT's format; every rank reads it.
+
+        Raises ValueError if the adapters do not fit.
         """
-        found = self._open_peft(folder)
+        factors = self._open_peft(folder)
         for weight, adapter in self._adapters.items():
-            rows = self._hf_rows(weight, adapter.lora_b.size(0))
-            _fill(adapter.lora_a, torch.cat([found[name][0] for name in adapter.adapted]))
-            parts = [
-                found[n][1] if n in adapter.adapted else torch.zeros(num, adapter.rank)
-                for n, num in rows.items()
-            ]
+            _fill(adapter.lora_a, torch.cat([factors[name][0] for name in adapter.adapted]))
+            parts: list[Tensor] = []
+            for name, num_rows in self._count_hf_rows(weight, adapter.lora_b.size(0)).items():
+                # Rows of a weight that is not adapted are zeros, which add nothing.
+                is_adapted = name in adapter.adapted
+                parts.append(
+                    factors[name][1] if is_adapted else torch.zeros(num_rows, adapter.rank)
+                )
             _fill(adapter.lora_b, self._hf.from_hf(weight, parts))
 
     def saved_settings(self) -> dict[str, Any]:
-        """Return the settings that shapes do not reveal: targets within fused weights, and
-        alpha.
-        """
-        targets = {_leaf(name) for adapter in self._adapters.values() for name in adapter.adapted}
+        """Return the settings; shapes do not reveal alpha, and targets within fused weights."""
+        targets: set[str] = set()
+        for adapter in self._adapters.values():
+            targets.update(_get_leaf(name) for name in adapter.adapted)
         return {
             "rank": self.config.rank,
             "alpha": self.config.alpha,
@@ -211,20 +229,17 @@ class LoRA(ModelConverter):
         }
 
     def _open_peft(self, folder: str | Path) -> dict[str, tuple[Tensor, Tensor]]:
-        widths = {
-            hf_name: (
-                adapter.lora_a.size(1),
-                self._hf_rows(weight, adapter.lora_b.size(0))[hf_name],
-            )
-            for weight, adapter in self._adapters.items()
-            for hf_name in adapter.adapted
-        }
+        widths: dict[str, tuple[int, int]] = {}
+        for weight, adapter in self._adapters.items():
+            rows = self._count_hf_rows(weight, adapter.lora_b.size(0))
+            for hf_name in adapter.adapted:
+                widths[hf_name] = adapter.lora_a.size(1), rows[hf_name]
         return read_peft_folder(
             folder, rank=self.config.rank, alpha=self.config.alpha, widths=widths
         )
 
 
-def _leaf(name: str) -> str:
+def _get_leaf(name: str) -> str:
     """Return `q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
     return name.removesuffix(".weight").rpartition(".")[2]
 

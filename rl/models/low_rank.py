@@ -65,68 +65,74 @@ class LowRank(nn.Module):
         self.scale = scale
         self.lora_a = nn.Parameter(linear.weight.new_empty(len(adapted) * rank, linear.in_features))
         self.lora_b = nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
-        self._whole_rows_ON = torch.stack(
-            [source_O == number for number in adapted.values()], dim=1
-        )
+        sources_ON = [source_O == number for number in adapted.values()]
+        self._whole_rows_ON = torch.stack(sources_ON, dim=1)
+        # With one A for all rows the mask is all ones, and the products are plain.
         self._everywhere = bool(self._whole_rows_ON.all())
+        # This rank's part of the rows, until `follow` divides them.
         self._rows_split, self._rows_index = 1, 0
-        self.register_buffer("rows_ON", self._local_rows(linear.weight.device), persistent=False)
+        self.register_buffer(
+            "rows_ON", self._take_local_rows(linear.weight.device), persistent=False
+        )
 
-    def _local_rows(self, device: torch.device) -> Tensor:
+    def _take_local_rows(self, device: torch.device) -> Tensor:
         return self._whole_rows_ON.chunk(self._rows_split)[self._rows_index].to(device)
 
     def reset_buffers(self) -> None:
         """Recompute the mask after `to_empty` has moved the module off the meta device."""
-        self.rows_ON = self._local_rows(self.rows_ON.device)
+        self.rows_ON = self._take_local_rows(self.rows_ON.device)
 
     def follow(self, weight: Tensor) -> None:
-        """Shard the factors like the layer's weight over the tensor-parallel mesh; no-op for a
-        plain weight.
+        """Shard the factors like the layer's weight over the tensor-parallel mesh.
+
+        Nothing changes for a plain weight.
         """
         if not isinstance(weight, DTensor):
             return
         mesh = weight.device_mesh
         assert mesh.ndim == 1, "adapters follow the tensor-parallel layout, before data parallelism"
         (placement,) = weight.placements
-        self.lora_a = distributed(
-            self.lora_a, mesh, [placement if placement.is_shard(COLUMNS) else Replicate()]
-        )
-        self.lora_b = distributed(
-            self.lora_b, mesh, [placement if placement.is_shard(ROWS) else Replicate()]
-        )
+        # A has the weight's columns, B its rows; R is never split.
+        of_a = placement if placement.is_shard(COLUMNS) else Replicate()
+        of_b = placement if placement.is_shard(ROWS) else Replicate()
+        self.lora_a = distributed(self.lora_a, mesh, [of_a])
+        self.lora_b = distributed(self.lora_b, mesh, [of_b])
         if placement.is_shard(ROWS):
             self._rows_split, self._rows_index = mesh.size(), mesh.get_local_rank()
-            self.rows_ON = self._local_rows(self.rows_ON.device)
+            self.rows_ON = self._take_local_rows(self.rows_ON.device)
 
     def add_to(self, output: Tensor, x: Tensor) -> Tensor:
-        """Return the layer's output for `x` plus the product, both inside the tensor-parallel
-        hooks.
-        """
+        """Return the layer's output for `x` plus the product, inside the tensor-parallel hooks."""
+        # Two thin products: T R (I + O) multiply-adds, where W + s B A would cost I R O and memory.
         low = F.linear(own_part(x), own_part(self.lora_a))
-        added = F.linear(low, self._by_source(own_part(self.lora_b), self.rows_ON)) * self.scale
+        b = self._spread_by_source(own_part(self.lora_b), self.rows_ON)
+        added = F.linear(low, b) * self.scale
         return output + wrapped_like(output, added)
 
-    def merged(self, weight: Tensor) -> Tensor:
-        """Return W + s B A with gradients to both factors, for a plain or row-split weight used
-        without its layer."""
-        product = self._by_source(own_part(self.lora_b), self.rows_ON) @ own_part(self.lora_a)
+    def merge(self, weight: Tensor) -> Tensor:
+        """Return W + s B A with gradients to both factors.
+
+        It is for a weight that is used without its layer, plain or split by rows.
+        """
+        b = self._spread_by_source(own_part(self.lora_b), self.rows_ON)
+        product = b @ own_part(self.lora_a)
         return weight + wrapped_like(weight, product * self.scale)
 
     @torch.no_grad()
-    def merged_like(self, weight: Tensor) -> Tensor:
-        """Return W + s B A in W's layout and dtype, summed in float32. Only the factors are
-        gathered.
-        """
-        a, b = (whole_tensor(p.detach()).float() for p in (self.lora_a, self.lora_b))
+    def merge_without_gradient(self, weight: Tensor) -> Tensor:
+        """Return W + s B A in W's layout and dtype, summed in float32."""
+        # Only the factors are gathered: each rank computes the part of the product that it holds.
+        a = whole_tensor(self.lora_a.detach()).float()
+        b = whole_tensor(self.lora_b.detach()).float()
         local = local_tensor(weight)
         if local.numel():
-            rows, columns = _local_indices(weight)
-            b_ONR = self._by_source(b, self._whole_rows_ON.to(b.device))
+            rows, columns = _find_local_indices(weight)
+            b_ONR = self._spread_by_source(b, self._whole_rows_ON.to(b.device))
             product = b_ONR[rows] @ a[:, columns]
             local = (local.float() + self.scale * product).to(weight.dtype)
         return wrapped_like(weight, local)
 
-    def _by_source(self, b_OR: Tensor, rows_ON: Tensor) -> Tensor:
+    def _spread_by_source(self, b_OR: Tensor, rows_ON: Tensor) -> Tensor:
         """Return each row of B in the columns of its own A, with zeros elsewhere, [O, N * R]."""
         if self._everywhere:
             return b_OR
@@ -144,15 +150,14 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, LowRank]]:
 
 
 def follow_base_layers(model: nn.Module) -> None:
-    """Shard all adapters like their layers; call it after tensor parallelism and before data
-    parallelism.
-    """
+    """Shard all adapters like their layers, after tensor and before data parallelism."""
     for base, adapter in adapted_layers(model):
         adapter.follow(base.weight)
 
 
-def _local_indices(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _find_local_indices(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows and columns of the whole weight that this rank holds; it must hold some."""
+    # Tables of all row and column numbers, without memory, of which this rank's shard is taken.
     num_rows, num_columns = weight.shape
     rows = torch.arange(num_rows, device=weight.device).unsqueeze(1).expand(num_rows, num_columns)
     columns = torch.arange(num_columns, device=weight.device).expand(num_rows, num_columns)

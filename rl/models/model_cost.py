@@ -56,33 +56,52 @@ class ModelWork:
 
         Experts are assumed to be chosen uniformly at random.
         """
+        # An expert is read in a step unless no token of the step chose it.
         unread = (1.0 - self.chosen) ** (tokens / steps) if steps else 1.0
         weights = steps * (self.read + self.experts * (1.0 - unread))
         return itemsize * (weights + attended * self.cached)
 
 
 def model_work(model: Decoder.Config, *, converted: nn.Module | None = None) -> ModelWork:
-    """Count the work of the model as it is sampled or, given the module after its converters,
-    trained.
+    """Count the work of the model as it is sampled, or as it is trained.
 
-    The module may be on the meta device.
+    Args:
+        converted: the trained module, after its converters; may be on the meta device. None counts
+            the plain model.
+
+    Example:
+        >>> work = model_work(model_spec("qwen3", "0.6B").model)
+        >>> work.parameters
+        596049920
     """
     if converted is None:
         with torch.device("meta"):
             converted = model.build()
     assert isinstance(converted, Decoder)
     module = converted
+    # Sizes come from the config, numbers of weights from the module, which converters change.
     attention = model.block.attention
     feed_forward: Any = model.block.feed_forward
     chosen = feed_forward.num_experts_per_token / model.num_experts if model.has_experts else 0.0
-    shares = {p: _share_of_a_token(p, module, chosen=chosen) for p in module.parameters()}
-    experts = sum(p.numel() for p in shares if p.ndim == 3)
+    parameters = experts = 0
+    products = trained = 0.0
+    # `parameters` yields a tied embedding once.
+    for parameter in module.parameters():
+        num_weights = parameter.numel()
+        parameters += num_weights
+        if parameter.ndim == 3:
+            experts += num_weights
+        share = _share_of_a_token(parameter, module, chosen=chosen)
+        products += num_weights * share
+        if parameter.requires_grad:
+            trained += num_weights * share
+
+    # A step reads one row of an embedding for each token, which does not count.
     table = 0 if module.lm_head is None else module.embed_tokens.weight.numel()
-    parameters = sum(p.numel() for p in shares)
     return ModelWork(
         parameters=parameters,
-        products=sum(p.numel() * share for p, share in shares.items()),
-        trained=sum(p.numel() * share for p, share in shares.items() if p.requires_grad),
+        products=products,
+        trained=trained,
         attention=model.num_layers * attention.num_heads * attention.head_dim,
         cached=2 * model.num_layers * attention.num_kv_heads * attention.head_dim,
         read=parameters - experts - table,

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from rl.config.configurable import Configurable
 from rl.distributed.expert_parallel import ExpertExchange, inverse_permutation, select_rows
@@ -69,6 +69,7 @@ class ExpertRouter(nn.Module):
         self.num_chosen = config.num_experts_per_token
         self.normalize = config.normalize_weights
         self.weight = nn.Parameter(torch.empty(config.num_experts, dim))
+        # Persistent: it belongs to the weights, although no gradient changes it.
         self.register_buffer(
             "load_balance_bias", torch.zeros(config.num_experts, dtype=torch.float32)
         )
@@ -84,16 +85,18 @@ class ExpertRouter(nn.Module):
     def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights [T, K] in the dtype of `x_TE` and the chosen experts [T, K] int64."""
         scores_TN = F.linear(x_TE, own_part(self.weight)).softmax(-1, dtype=torch.float32)
+        num_tokens, num_experts = scores_TN.shape
         if self.force_balance:
-            turns_TK = torch.arange(scores_TN.size(0) * self.num_chosen, device=x_TE.device).view(
-                -1, self.num_chosen
-            )
-            chosen_TK = turns_TK % scores_TN.size(1)
+            turns = torch.arange(num_tokens * self.num_chosen, device=x_TE.device)
+            chosen_TK = turns.view(-1, self.num_chosen) % num_experts
         else:
             chosen_TK = (scores_TN.detach() + self.load_balance_bias).topk(self.num_chosen).indices
+
+        # The bias decides the choice alone: the weights, and the gradient, are of the plain scores.
         weights_TK = scores_TN.gather(1, chosen_TK)
         if self.normalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        # A forward without a graph must not replace the choice that the load counters read.
         if torch.is_grad_enabled():
             self.last_chosen_TK = chosen_TK
         return weights_TK.to(x_TE.dtype), chosen_TK
@@ -120,18 +123,21 @@ class GroupedExperts(nn.Module):
 
     def forward(self, x_TE: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' results, [T, E]."""
+        # Stable: the rows of an expert keep the order of the tokens, so sums are reproducible.
         expert_S, order_S = chosen_TK.flatten().sort(stable=True)
         experts = torch.arange(self.num_experts, device=x_TE.device)
         ends_N = torch.searchsorted(expert_S, experts, right=True)
         places_S = inverse_permutation(order_S)
+
         rows_SE = select_rows(x_TE, rows_S=order_S // chosen_TK.size(1), places_S=places_S)
         if self.exchange is None:
             out_SE = self.compute(rows_SE, ends_N)
         else:
             out_SE = self.exchange(rows_SE, ends_N, self.compute)
-        out_TKE = select_rows(out_SE, rows_S=places_S, places_S=order_S).unflatten(
-            0, chosen_TK.shape
-        )
+
+        # Back in the order of the tokens, where each token's K rows are neighbours.
+        out_SE = select_rows(out_SE, rows_S=places_S, places_S=order_S)
+        out_TKE = out_SE.unflatten(0, chosen_TK.shape)
         return (out_TKE * weights_TK.unsqueeze(-1)).sum(1)
 
     def compute(self, rows_SE: Tensor, ends_N: Tensor) -> Tensor:
@@ -143,8 +149,15 @@ class GroupedExperts(nn.Module):
 
 
 class MoE(Configurable, nn.Module):
+    """Mixture of experts: a router and N experts, of which each token uses K, [T, E] to [T, E].
+
+    It has the interface of `FeedForward`, in whose place a block builds it.
+    """
+
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Number and width of the experts, and how many a token uses."""
+
         num_experts: int
         num_experts_per_token: int
         hidden_dim: int
@@ -172,35 +185,33 @@ class MoE(Configurable, nn.Module):
         return out_TE
 
     def shard(self, mesh: DeviceMesh, *, config: ShardingOptions) -> None:
-        """Make router and experts DTensors on the axes over which their gradients are summed or
-        kept apart.
-        """
+        """Make router and experts DTensors on the axes that sum, or separate, their gradients."""
         tp, expert_mesh, experts = mesh[TP], config.expert_mesh, self.experts
-        split = config.parallelism.expert_tensor_parallel_degree > 1 and tp.size() > 1
         if tp.size() > 1:
             self.router.weight = distributed(self.router.weight, tp, [Replicate()])
-        if split:
+
+        rows: Placement = Replicate()
+        columns: Placement = Replicate()
+        if config.parallelism.expert_tensor_parallel_degree > 1 and tp.size() > 1:
+            rows, columns = Shard(ROWS_OF_EXPERT), Shard(COLUMNS_OF_EXPERT)
             self.register_forward_pre_hook(partial(_gather_tokens, tp))
             self.register_forward_hook(partial(_scatter_sums, tp))
-        rows, columns = (
-            (Shard(ROWS_OF_EXPERT), Shard(COLUMNS_OF_EXPERT))
-            if split
-            else (Replicate(), Replicate())
-        )
+
         if expert_mesh is not None:
             experts.exchange = ExpertExchange(expert_mesh[EXPERT].get_group())
         elif tp.size() == 1:
             return
-        for name, split_by in (("gate_up_proj", rows), ("down_proj", columns)):
-            axes, placements = tp, [split_by]
+        for name, placement in (("gate_up_proj", rows), ("down_proj", columns)):
+            axes, placements = tp, [placement]
             if expert_mesh is not None:
                 axes = expert_mesh[EXPERT, TP] if tp.size() > 1 else expert_mesh[EXPERT]
-                placements = [Shard(EXPERTS), split_by][: axes.ndim]
+                placements = [Shard(EXPERTS), placement][: axes.ndim]
             setattr(experts, name, distributed(getattr(experts, name), axes, placements))
 
     def shard_for_generation(self, mesh: DeviceMesh) -> None:
-        """Split each expert over a mesh of one axis; every rank routes alike, and one sum combines
-        the parts.
+        """Split each expert over a mesh of one axis.
+
+        Every rank chooses the same experts, and one sum combines the parts.
         """
         experts = self.experts
         experts.gate_up_proj = distributed(experts.gate_up_proj, mesh, [Shard(ROWS_OF_EXPERT)])
@@ -209,11 +220,12 @@ class MoE(Configurable, nn.Module):
 
 
 def _gather_tokens(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
-    """Gather all T tokens from T / tp of each rank; gradients of the ranks' partial results are
-    summed.
+    """Gather all T tokens from T / tp of each rank.
+
+    The gradients of the ranks' partial results are summed.
     """
-    split = DTensor.from_local(args[0], mesh, [Shard(TOKENS)], run_check=False)
-    return (split.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]),)
+    parts = DTensor.from_local(args[0], mesh, [Shard(TOKENS)], run_check=False)
+    return (parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]),)
 
 
 def _scatter_sums(
@@ -235,22 +247,34 @@ def _sum_over_ranks(
 def grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
     """Return [S, F], each group's rows times the weight of the group.
 
-    `ends_N` is int64, the end of each group's rows: non-decreasing, the last one S.
-
     One kernel without host synchronization for bfloat16 on a GPU; one product per group elsewhere.
+
+    Args:
+        ends_N: int64, the end of each group's rows: non-decreasing, the last is S.
+
+    Example:
+        Rows 0 and 1 belong to the first of two groups, row 2 to the second:
+
+        >>> weight_NFE = torch.stack((torch.eye(2), 10 * torch.eye(2)))
+        >>> grouped_linear(torch.ones(3, 2), weight_NFE, torch.tensor([2, 3]))
+        tensor([[ 1.,  1.],
+                [ 1.,  1.],
+                [10., 10.]])
     """
-    if _has_kernel(x_SE, weight_NFE):
-        return one_kernel(x_SE, weight_NFE, ends_N)
+    if _uses_one_kernel(x_SE, weight_NFE):
+        return multiply_in_one_kernel(x_SE, weight_NFE, ends_N)
     product: Tensor = _GroupedLinear.apply(x_SE, weight_NFE, ends_N.tolist())
     return product
 
 
-def one_kernel(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
-    """Compute `grouped_linear` with PyTorch's grouped product, with zeros around widths that it
-    does not take.
+def multiply_in_one_kernel(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
+    """Compute `grouped_linear` with PyTorch's grouped product.
+
+    Widths that the product does not take are padded with zeros.
     """
-    width, multiple = weight_NFE.size(1), _ALIGNMENT // x_SE.element_size()
-    missing_E, missing_F = (-size % multiple for size in (weight_NFE.size(2), width))
+    multiple = _ALIGNMENT // x_SE.element_size()
+    width = weight_NFE.size(1)
+    missing_E, missing_F = -weight_NFE.size(2) % multiple, -width % multiple
     if missing_E or missing_F:
         x_SE = F.pad(x_SE, (0, missing_E))
         weight_NFE = F.pad(weight_NFE, (0, missing_E, 0, missing_F))
@@ -261,7 +285,7 @@ def one_kernel(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
     return out.narrow(1, 0, width) if missing_F else out
 
 
-def _has_kernel(x_SE: Tensor, weight_NFE: Tensor) -> bool:
+def _uses_one_kernel(x_SE: Tensor, weight_NFE: Tensor) -> bool:
     # An empty batch would launch nothing and leave gradients None where zeros are needed.
     if not x_SE.is_cuda or x_SE.dtype != torch.bfloat16 or not x_SE.size(0):
         return False
@@ -276,18 +300,22 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x_SE, weight_NFE)
         ctx.ends = ends
         # Separate products, so that selective checkpointing can keep them.
-        pairs = zip(slices(ends), weight_NFE, strict=True)
-        return torch.cat([torch.mm(x_SE[rows], weight_FE.t()) for rows, weight_FE in pairs])
+        products: list[Tensor] = []
+        for rows, weight_FE in zip(slice_groups(ends), weight_NFE, strict=True):
+            product = torch.mm(x_SE[rows], weight_FE.t())
+            products.append(product)
+        return torch.cat(products)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_SF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_SE, weight_NFE = ctx.saved_tensors
-        wants_x, wants_weight, _ = ctx.needs_input_grad
+        needs_x, needs_weight, _ = ctx.needs_input_grad
         grad_SF = grad_SF.contiguous()
-        grad_x = torch.empty_like(x_SE) if wants_x else None
-        grad_weight = torch.empty_like(weight_NFE) if wants_weight else None
-        for n, rows in enumerate(slices(ctx.ends)):
+        # Written group by group: every row belongs to a group, and a product of no rows writes 0.
+        grad_x = torch.empty_like(x_SE) if needs_x else None
+        grad_weight = torch.empty_like(weight_NFE) if needs_weight else None
+        for n, rows in enumerate(slice_groups(ctx.ends)):
             if grad_x is not None:
                 torch.mm(grad_SF[rows], weight_NFE[n], out=grad_x[rows])
             if grad_weight is not None:
@@ -295,5 +323,6 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def slices(ends: list[int]) -> list[slice]:
+def slice_groups(ends: list[int]) -> list[slice]:
+    """Return the rows of each group, given their ends."""
     return [slice(start, end) for start, end in pairwise([0, *ends])]

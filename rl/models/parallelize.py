@@ -74,9 +74,13 @@ ROWS = 0
 COLUMNS = 1
 """Dimensions of weights."""
 _GENERATOR_SPLITS = {
-    "embed_tokens": ROWS, "lm_head": ROWS, "qkv_proj": ROWS, "gate_up_proj": ROWS,
-    "o_proj": COLUMNS, "down_proj": COLUMNS,
-}  # fmt: skip
+    "embed_tokens": ROWS,
+    "lm_head": ROWS,
+    "qkv_proj": ROWS,
+    "gate_up_proj": ROWS,
+    "o_proj": COLUMNS,
+    "down_proj": COLUMNS,
+}
 """Dimension over which the generator's plan splits each layer's weight."""
 
 
@@ -99,35 +103,30 @@ def parallelize_decoder(
             `pp`. The number of tokens of a forward must be a multiple of the size of `tp`.
             `check_decoder_layout` allows its sizes.
     """
-    if mesh is not None and mesh[TP].size() > 1:
-        _shard_tensor_parallel(model, mesh[TP])
-        follow_base_layers(model)
-    parallelism = config.parallelism
-    if (
-        mesh is not None
-        and parallelism.exchanges_heads
-        and (context := ContextParallel.of(mesh[CP]))
-    ):
-        for module in list(model.modules()):
-            if isinstance(module, Attention):
-                module.core = HeadExchange(module.core, context=context)
-    mixtures = _mixtures(model)
+    # Tensor parallelism first: FSDP2 shards what it leaves to a rank, on a second axis of the mesh.
     if mesh is not None:
-        for layer in mixtures:
+        if mesh[TP].size() > 1:
+            _shard_tensor_parallel(model, mesh[TP])
+            follow_base_layers(model)
+        if config.parallelism.exchanges_heads:
+            _exchange_heads(model, ContextParallel.of(mesh[CP]))
+        for layer in _find_mixtures(model):
             layer.shard(mesh, config=config)
+
+    # Recomputation and compilation wrap the blocks, and FSDP2 must wrap the result.
     prepare_blocks(model.layers, mesh=mesh, options=config)
-    parts = [model] if pipeline is None else _parts_of_rank(model, pipeline)
+    parts = [model] if pipeline is None else _take_parts(model, pipeline)
     if mesh is None:
         return parts
+
     for part in parts:
         apart = []
-        if (expert_mesh := config.expert_mesh) is not None:
-            axes = (
-                (DP_REPLICATE, EXPERT_SHARD)
-                if expert_mesh[DP_REPLICATE].size() > 1
-                else (EXPERT_SHARD,)
-            )
-            apart = [(layer.experts, expert_mesh[axes]) for layer in _mixtures(part)]
+        expert_mesh = config.expert_mesh
+        if expert_mesh is not None:
+            # Experts are sharded over the ranks that hold the same experts, not over all.
+            is_replicated = expert_mesh[DP_REPLICATE].size() > 1
+            axes = (DP_REPLICATE, EXPERT_SHARD) if is_replicated else (EXPERT_SHARD,)
+            apart = [(layer.experts, expert_mesh[axes]) for layer in _find_mixtures(part)]
         blocks = [block for block in part.layers if not isinstance(block, Elsewhere)]
         shard_data_parallel(
             part, blocks=blocks, mesh=mesh, options=config, apart=apart, always=pipeline is not None
@@ -135,11 +134,19 @@ def parallelize_decoder(
     return parts
 
 
-def _parts_of_rank(model: Decoder, pipeline: Pipeline) -> list[Decoder]:
-    """Return the model's part of each of this rank's stages; the last stage of a tied model has a
-    head of its own.
-    """
+def _exchange_heads(model: Decoder, context: ContextParallel | None) -> None:
+    """Let ranks exchange tokens for heads around each attention; None changes nothing."""
+    if context is None:
+        return
+    for module in list(model.modules()):
+        if isinstance(module, Attention):
+            module.core = HeadExchange(module.core, context=context)
+
+
+def _take_parts(model: Decoder, pipeline: Pipeline) -> list[Decoder]:
+    """Return the model's part of each of this rank's stages."""
     parts = [part_of(model, pipeline.plan.modules[stage]) for stage in pipeline.stages]
+    # The embedding of a tied model is in the first stage. The last stage has a copy as its head.
     if model.config.tie_embeddings and pipeline.stages[-1] == pipeline.num_stages - 1:
         weight = model.embed_tokens.weight
         head = nn.Linear(model.config.dim, model.config.vocab_size, bias=False, device="meta")
@@ -148,7 +155,8 @@ def _parts_of_rank(model: Decoder, pipeline: Pipeline) -> list[Decoder]:
     return parts
 
 
-def _mixtures(model: Decoder) -> list[Any]:
+def _find_mixtures(model: Decoder) -> list[Any]:
+    """Return the mixtures of experts of this rank's layers."""
     if not model.config.has_experts:
         return []
     return [block.feed_forward for block in model.layers if not isinstance(block, Elsewhere)]
@@ -166,7 +174,8 @@ def check_decoder_layout(config: Decoder.Config, parallelism: ParallelismConfig)
             f"tensor-parallel rank (num_heads={config.block.attention.num_heads}): choose another "
             "degree, or context_parallel_rotation='allgather'"
         )
-    if (degree := parallelism.pipeline_parallel_degree) > 1:
+    degree = parallelism.pipeline_parallel_degree
+    if degree > 1:
         owner: Any = config.owner
         if owner.forward is not Decoder.forward:
             raise ValueError(
@@ -191,8 +200,7 @@ def check_decoder_layout(config: Decoder.Config, parallelism: ParallelismConfig)
 def check_tensor_parallel(
     config: Decoder.Config, degree: int, *, whole_experts: bool = False
 ) -> None:
-    """Raise ValueError unless the degree divides key-value heads, feed-forward width and
-    vocabulary.
+    """Raise ValueError unless the degree divides key-value heads, hidden width and vocabulary.
 
     Key-value heads are not replicated over ranks; query heads are a multiple of them. The width of
     `whole_experts`, which each rank has for its own tokens, does not matter.
@@ -205,19 +213,18 @@ def check_tensor_parallel(
     }
     if whole_experts:
         del sizes["hidden_dim"]
-    if undivided := {name: size for name, size in sizes.items() if size % degree}:
+    problems = [f"{name}={size}" for name, size in sizes.items() if size % degree]
+    if problems:
         largest = math.gcd(*sizes.values())
         valid = ", ".join(str(n) for n in range(1, largest + 1) if largest % n == 0)
-        named = " and ".join(f"{name}={size}" for name, size in undivided.items())
         raise ValueError(
-            f"tensor_parallel_degree={degree} does not divide {named}: must be one of {valid}"
+            f"tensor_parallel_degree={degree} does not divide {' and '.join(problems)}: "
+            f"must be one of {valid}"
         )
 
 
 def _shard_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
-    """Apply the plan to all layers except mixtures, which take and return this rank's T / tp
-    tokens.
-    """
+    """Apply the plan to all layers except mixtures, which take and return T / tp tokens."""
     plan: dict[str, ParallelStyle] = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
         # The output stays a DTensor: the head must know that it holds only a part of the tokens.
@@ -227,7 +234,8 @@ def _shard_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
         plan["lm_head"] = ColwiseParallel()
     for i, block in enumerate(model.layers):
         assert isinstance(block, TransformerBlock)
-        plan |= {f"layers.{i}.{part}": style for part, style in _block_plan(block).items()}
+        for part, style in _block_plan(block).items():
+            plan[f"layers.{i}.{part}"] = style
     # Every rank holds the same weights or loads its own part: nothing is sent from rank 0.
     parallelize_module(model, mesh, plan, src_data_rank=None)
 
@@ -268,16 +276,18 @@ def parallelize_decoder_generator(model: Decoder, mesh: DeviceMesh) -> Decoder:
     """
     if mesh.size() == 1:
         return model
+    # Explicit collectives have no gradient.
     model.requires_grad_(False)
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if (dim := _GENERATOR_SPLITS.get(name)) is None:
+            dim = _GENERATOR_SPLITS.get(name)
+            if dim is None:
                 continue
             if isinstance(layer, nn.Linear):
                 setattr(parent, name, ShardedLinear(layer, mesh, dim=dim))
             elif isinstance(layer, nn.Embedding):
                 setattr(parent, name, VocabShardedEmbedding(layer, mesh))
-    for mixture in _mixtures(model):
+    for mixture in _find_mixtures(model):
         mixture.shard_for_generation(mesh)
     return model
 
@@ -288,6 +298,7 @@ def generator_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
         return linear_head(hidden_TE, weight_VE)
     mesh = weight_VE.device_mesh
     part = F.linear(hidden_TE, local_tensor(weight_VE))
+    # Gathered on every rank, because each of them samples.
     parts = [torch.empty_like(part) for _ in range(mesh.size())]
     dist.all_gather(parts, part, group=mesh.get_group())
     return torch.cat(parts, dim=1)
@@ -300,8 +311,10 @@ def sum_over_ranks(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
 
 
 class ShardedLinear(nn.Module):
-    """Linear layer with this rank's rows, which returns its part of the output, or columns, which
-    returns the sum over all ranks."""
+    """Linear layer with this rank's rows or columns of the weight.
+
+    With rows it returns this rank's part of the output, with columns the sum over all ranks.
+    """
 
     def __init__(self, layer: nn.Linear, mesh: DeviceMesh, *, dim: int) -> None:
         super().__init__()
@@ -318,14 +331,13 @@ class ShardedLinear(nn.Module):
         bias = None if self.bias is None else local_tensor(self.bias)
         if not self.is_partial:
             return F.linear(x, local_tensor(self.weight), bias)
+        # The bias after the sum, or each rank would add it.
         out = self.all_reduce(F.linear(x, local_tensor(self.weight)))
         return out if bias is None else out + bias
 
 
 class VocabShardedEmbedding(nn.Module):
-    """Embedding of which each rank looks up its part of the vocabulary; the sum over ranks is
-    complete.
-    """
+    """Embedding of which each rank has a part of the vocabulary; the sum over ranks is complete."""
 
     def __init__(self, layer: nn.Embedding, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -338,6 +350,7 @@ class VocabShardedEmbedding(nn.Module):
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
         rows_T = token_ids_T - self.first_row
+        # Tokens of other ranks take any row that exists, and zeros in the sum.
         elsewhere_T = (rows_T < 0) | (rows_T >= self.num_rows)
         out_TE = F.embedding(rows_T.masked_fill(elsewhere_T, 0), local_tensor(self.weight))
         out_TE.masked_fill_(elsewhere_T.unsqueeze(-1), 0)

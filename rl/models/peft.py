@@ -26,24 +26,36 @@ _PREFIX = "base_model.model."
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _ENDINGS = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
 
-_NEUTRAL = frozenset({
-    "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode",
-    "layers_pattern",
-    "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size",
-    "revision",
-    "target_modules",
-})  # fmt: skip
-"""Settings of PEFT that do not change the adapted model's function: they describe the file, act in
-training alone, act only with a setting that is refused, or choose the layers, which the tensors'
-names tell."""
+_NEUTRAL = frozenset(
+    {
+        # They describe the file.
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "peft_version",
+        "revision",
+        # They act in training alone, or only with a setting that is refused.
+        "eva_config",
+        "lora_dropout",
+        "megatron_core",
+        "qalora_group_size",
+        # They choose the layers, which the tensors' names tell.
+        "exclude_modules",
+        "layers_pattern",
+        "layers_to_transform",
+        "target_modules",
+    }
+)
+"""Settings of PEFT that do not change the adapted model's function."""
 _VALID: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none", None),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-"""Valid values of settings that are not simply off. Other initial values change the base weights
-too.
+"""Valid values of settings that are not simply off.
+
+Other ways to initialize change the base weights too.
 """
 _OFF: tuple[Any, ...] = (None, False, {}, [], "")
 """Values with which every other setting, of later versions of PEFT too, does nothing."""
@@ -89,10 +101,10 @@ _FOREIGN = {
         f"is of a layer that was trained whole: adapt it instead, {_MERGE}"
     ),
 }
-"""What a tensor is that is no factor of a product, by a pattern of its name."""
+"""Meaning of a tensor that is no factor of a product, by a pattern of its name."""
 
 
-def peft_name(hf_name: str, factor: str) -> str:
+def get_peft_name(hf_name: str, factor: str) -> str:
     """Return the tensor name of factor `a` or `b` of a Hugging Face weight."""
     return f"{_PREFIX}{hf_name.removesuffix('.weight')}{_ENDINGS[factor]}"
 
@@ -109,8 +121,9 @@ def write_peft_folder(
     alpha: float,
     base_model: str | None,
 ) -> None:
-    """Write a folder that PEFT can open, atomically; raises FileExistsError if the folder exists
-    and is not empty.
+    """Write a folder that PEFT can open, atomically.
+
+    Raises FileExistsError if the folder exists and is not empty.
 
     Args:
         factors: Hugging Face name of a weight, A and B.
@@ -121,9 +134,10 @@ def write_peft_folder(
         targets: dict[str, None] = {}
         for name, a_RI, b_OR in factors:
             targets[name.removesuffix(".weight").rpartition(".")[2]] = None
-            for factor, tensor in (("a", a_RI), ("b", b_OR)):
-                tensors[peft_name(name, factor)] = tensor.cpu().contiguous()
+            tensors[get_peft_name(name, "a")] = a_RI.cpu().contiguous()
+            tensors[get_peft_name(name, "b")] = b_OR.cpu().contiguous()
         save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        # All settings that change the product are written, whatever PEFT's defaults are.
         content = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -144,14 +158,37 @@ def write_peft_folder(
 def read_peft_folder(
     folder: str | Path, *, rank: int, alpha: float, widths: Mapping[str, tuple[int, int]]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Read A [R, I] and B [O, R] of each Hugging Face weight, with (I, O) in `widths`, from an
-    adapter's folder.
+    """Read the factors A [R, I] and B [O, R] of each Hugging Face weight from an adapter's folder.
+
+    Args:
+        widths: I and O of each weight.
 
     Raises:
         ValueError: if a file is missing or truncated, the adapter is more than a low-rank product,
             its rank or alpha differs, or its tensors are those of other weights.
     """
     folder = Path(folder)
+    _check_folder(folder)
+    config_file, file = folder / CONFIG_FILE, folder / WEIGHTS_FILE
+    config = _remove_rslora(read_json_object(config_file), alpha=alpha, file=config_file)
+    _check_settings(config, {"r": ("rank", rank), "lora_alpha": ("alpha", alpha)}, file=config_file)
+
+    tensors = _load_tensors(file)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (num_in, num_out) in widths.items():
+        shapes[get_peft_name(name, "a")] = (rank, num_in)
+        shapes[get_peft_name(name, "b")] = (num_out, rank)
+    # Every factor must be there: a weight without factors would stay as in the base model.
+    _check_tensors(tensors, shapes, file=file)
+
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    for name in widths:
+        factors[name] = tensors[get_peft_name(name, "a")], tensors[get_peft_name(name, "b")]
+    return factors
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ValueError for a path that is not the folder of an adapter."""
     if folder.is_file():
         raise ValueError(
             f"{folder} is a file: must be the folder of a PEFT adapter, with {CONFIG_FILE}"
@@ -163,34 +200,33 @@ def read_peft_folder(
         raise ValueError(
             f"{folder} is the folder of a model: must be a PEFT adapter's, with {CONFIG_FILE}"
         )
-    config = read_json_object(folder / CONFIG_FILE)
-    config = _with_plain_scale(config, alpha=alpha, file=folder / CONFIG_FILE)
-    _check_settings(
-        config, {"r": ("rank", rank), "lora_alpha": ("alpha", alpha)}, file=folder / CONFIG_FILE
-    )
-    file = folder / WEIGHTS_FILE
+
+
+def _load_tensors(file: Path) -> dict[str, Tensor]:
     if not file.is_file():
-        pickle = folder / "adapter_model.bin"
-        hint = (
-            f": {pickle.name} is a pickle, which is not read: save it again with PEFT"
-            if pickle.exists()
-            else ""
-        )
+        pickle = file.with_name("adapter_model.bin")
+        hint = ""
+        if pickle.exists():
+            hint = f": {pickle.name} is a pickle, which is not read: save it again with PEFT"
         raise ValueError(f"weights file {file} is missing{hint}")
     try:
-        tensors = load_file(file)
+        return load_file(file)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"weights file {file} is not whole: {error}") from error
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, (num_in, num_out) in widths.items():
-        shapes |= {peft_name(name, "a"): (rank, num_in), peft_name(name, "b"): (num_out, rank)}
+
+
+def _check_tensors(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, file: Path
+) -> None:
+    """Raise ValueError unless the tensors have these names and shapes, and can be used."""
+    # First, because a name often tells what the adapter is and how to save it otherwise.
     _check_names(tensors.keys() - shapes.keys(), file=file)
     for name in sorted(shapes.keys() | tensors.keys()):
-        found = list(tensors[name].shape) if name in tensors else None
+        shape = list(tensors[name].shape) if name in tensors else None
         needed = list(shapes[name]) if name in shapes else None
-        if found != needed:
+        if shape != needed:
             raise ValueError(
-                f"{file}: tensor {name} has shape {found}, the model needs {needed}: an adapter of "
+                f"{file}: tensor {name} has shape {shape}, the model needs {needed}: an adapter of "
                 "another rank or model, or with other target modules"
             )
     for name, tensor in tensors.items():
@@ -199,20 +235,18 @@ def read_peft_folder(
                 f"{file}: tensor {name} is of {tensor.dtype}: must be one of {_DTYPES}"
             )
         check_finite(name, tensor, file=file)
-    return {name: (tensors[peft_name(name, "a")], tensors[peft_name(name, "b")]) for name in widths}
 
 
-def _with_plain_scale(config: dict[str, Any], *, alpha: float, file: Path) -> dict[str, Any]:
-    """Return the settings without PEFT's use_rslora, a scale of lora_alpha / sqrt(r), if alpha / r
-    is the same scale.
+def _remove_rslora(config: dict[str, Any], *, alpha: float, file: Path) -> dict[str, Any]:
+    """Return the settings without PEFT's use_rslora, a scale of lora_alpha / sqrt(r).
 
-    Raises ValueError if it is another one.
+    Raises ValueError if our alpha / r is another scale.
     """
     rank: Any = config.get("r")
     theirs: Any = config.get("lora_alpha")
-    if config.get("use_rslora") is not True or not all(
-        type(x) in (int, float) for x in (rank, theirs)
-    ):
+    are_numbers = type(rank) in (int, float) and type(theirs) in (int, float)
+    # `_check_settings` refuses values that are no numbers.
+    if config.get("use_rslora") is not True or not are_numbers:
         return config
     if rank <= 0 or not math.isclose(alpha, theirs * math.sqrt(rank), rel_tol=1e-6):
         needed = f"{theirs * math.sqrt(max(rank, 0)):.9g}"
@@ -228,34 +262,36 @@ def _check_settings(
 ) -> None:
     """Raise ValueError for a setting that is not known to leave the function of the tensors alone.
 
-    `ours` are settings with our name and value, which PEFT's have to equal.
+    Args:
+        ours: settings with our name and value, which PEFT's have to equal.
     """
+    # A setting that is not known is refused, unless it is off: later versions of PEFT add some.
     for field in [*ours, *_VALID, *config]:
         value = config.get(field)
         if field in _NEUTRAL or (field not in config and field not in (*ours, "peft_type")):
             continue
         if field in ours:
             name, number = ours[field]
-            valid, wanted = (number,), f"{name}={number!r} of the config"
+            valid, rule = (number,), f"{name}={number!r} of the config"
         elif field == "init_lora_weights":
             valid = _VALID[field]
-            wanted = f"one of {', '.join(map(repr, valid))}; {_CONVERT}"
+            rule = f"one of {', '.join(map(repr, valid))}; {_CONVERT}"
         elif field in _VALID:
             valid = _VALID[field]
-            wanted = f"{valid[0]!r}; {_MERGE}"
+            rule = f"{valid[0]!r}; {_MERGE}"
         else:
             valid = _OFF
-            wanted = (
-                f"{False if value is True else {} if isinstance(value, dict) else None!r}; {_MERGE}"
-            )
+            off: Any = {} if isinstance(value, dict) else None
+            if value is True:
+                off = False
+            rule = f"{off!r}; {_MERGE}"
         if value not in valid:
-            raise ValueError(f"{file}: {field}={value!r:.100} is not supported: must be {wanted}")
+            raise ValueError(f"{file}: {field}={value!r:.100} is not supported: must be {rule}")
 
 
 def _check_names(unknown: Collection[str], *, file: Path) -> None:
-    """Raise ValueError that says what a tensor is, if its name tells that it is no factor of a
-    product.
-    """
+    """Raise ValueError that says what a tensor is, if its name tells that it is no factor."""
+    # Sorted, so that the message is the same in every run and on every rank.
     for name in sorted(unknown):
         for pattern, meaning in _FOREIGN.items():
             if re.search(pattern, name):

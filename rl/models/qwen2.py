@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from rl.models.adapter import DecoderAdapter
-from rl.models.decoder import FeedForward
+from rl.models.decoder import Decoder, FeedForward
 from rl.models.spec import ModelSpec, spec_of_flavor
 
 
@@ -22,31 +21,53 @@ class Qwen2Adapter(DecoderAdapter):
 
 def model_registry(flavor: str) -> ModelSpec:
     """Return a fresh spec of one size, free to edit; raise ValueError for an unknown flavor."""
-    ffn = FeedForward.Config
-    sized = partial(
-        Qwen2Adapter.sized,
-        vocab_size=151_936, num_kv_heads=2, head_dim=128, max_positions=32_768, theta=1_000_000.0,
-    )  # fmt: skip
     flavors = {
-        # vLLM's Qwen2 has no other head size than width / heads.
-        "tiny": sized(
-            dim=128, num_layers=3, num_heads=4, feed_forward=ffn(hidden_dim=384),
+        "tiny": Qwen2Adapter.sized(
+            vocab_size=320,
+            dim=128,
+            num_layers=3,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,  # vLLM's Qwen2 has no other head size than width / heads.
+            feed_forward=FeedForward.Config(hidden_dim=384),
+            max_positions=1024,
+            theta=10_000.0,
             tie_embeddings=True,
-            num_kv_heads=2, head_dim=32, vocab_size=320, max_positions=1024, theta=10_000.0,
             init_std=0.06,
         ),
-        "0.5B": sized(
-            dim=896, num_layers=24, num_heads=14, head_dim=64, feed_forward=ffn(hidden_dim=4864),
-            tie_embeddings=True
+        "0.5B": _size(dim=896, num_layers=24, num_heads=14, head_dim=64, hidden_dim=4864),
+        "1.5B": _size(dim=1536, num_layers=28, num_heads=12, hidden_dim=8960),
+        "3B": _size(dim=2048, num_layers=36, num_heads=16, hidden_dim=11_008),
+        # The larger sizes do not tie their embeddings, and pad the vocabulary further.
+        "7B": Qwen2Adapter.sized(
+            vocab_size=152_064,
+            dim=3584,
+            num_layers=28,
+            num_heads=28,
+            num_kv_heads=4,
+            head_dim=128,
+            feed_forward=FeedForward.Config(hidden_dim=18_944),
+            max_positions=32_768,
+            theta=1_000_000.0,
+            tie_embeddings=False,
         ),
-        "1.5B": sized(dim=1536, num_layers=28, num_heads=12, feed_forward=ffn(hidden_dim=8960),
-            tie_embeddings=True),
-        "3B": sized(dim=2048, num_layers=36, num_heads=16, feed_forward=ffn(hidden_dim=11_008),
-            tie_embeddings=True),
-        "7B": sized(
-            dim=3584, num_layers=28, num_heads=28, num_kv_heads=4,
-            feed_forward=ffn(hidden_dim=18_944),
-            tie_embeddings=False, vocab_size=152_064,
-        ),
-    }  # fmt: skip
+    }
     return spec_of_flavor(flavor, flavors, adapter=Qwen2Adapter)
+
+
+def _size(
+    *, dim: int, num_layers: int, num_heads: int, hidden_dim: int, head_dim: int = 128
+) -> Decoder.Config:
+    """Return the config of a published size with tied embeddings."""
+    return Qwen2Adapter.sized(
+        vocab_size=151_936,
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        feed_forward=FeedForward.Config(hidden_dim=hidden_dim),
+        max_positions=32_768,
+        theta=1_000_000.0,
+        tie_embeddings=True,
+    )

@@ -24,9 +24,13 @@ _ROUTER_NAMES = {
     "weight": "mlp.gate.weight",
     "load_balance_bias": "mlp.gate.e_score_correction_bias",
 }
+_EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Matrices of one expert in Hugging Face's files, by the name of our stack."""
 
 
 class Qwen3MoeAdapter(DecoderAdapter):
+    """Qwen3's names and tensors, with an expert's matrices in place of the feed-forward layer's."""
+
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
     qk_norm = True
@@ -44,8 +48,9 @@ class Qwen3MoeAdapter(DecoderAdapter):
 
     @classmethod
     def feed_forward_from_hf(cls, hf: dict[str, Any]) -> MoE.Config:
-        """Return the mixture; raise ValueError for layers without experts or the router's auxiliary
-        loss.
+        """Return the config of the mixture.
+
+        Raises ValueError for layers without experts, or the router's auxiliary loss.
         """
         refuse_other_values(
             hf,
@@ -55,11 +60,16 @@ class Qwen3MoeAdapter(DecoderAdapter):
                 "output_router_logits": (None, False),
             },
         )
-        named = {f: hf[f] for f in ("num_experts", "num_local_experts") if hf.get(f) is not None}
-        if any(num != other for num in named.values() for other in named.values()):
-            raise ValueError(f"config.json: {named} are not equal: both are the number of experts")
+        # Published folders have the first name, transformers 5 writes the second.
+        first, second = hf.get("num_experts"), hf.get("num_local_experts")
+        if first is not None and second is not None and first != second:
+            numbers = {"num_experts": first, "num_local_experts": second}
+            raise ValueError(
+                f"config.json: {numbers} are not equal: both are the number of experts"
+            )
+        field = "num_local_experts" if first is None and second is not None else "num_experts"
         return MoE.Config(
-            num_experts=read_field(named, next(iter(named), "num_experts"), int),
+            num_experts=read_field(hf, field, int),
             num_experts_per_token=read_field(hf, "num_experts_per_tok", int),
             hidden_dim=read_field(hf, "moe_intermediate_size", int),
             normalize_weights=read_field(hf, "norm_topk_prob", bool, False),
@@ -69,13 +79,13 @@ class Qwen3MoeAdapter(DecoderAdapter):
         layer, module, leaf = split_name(name)
         if module == _ROUTER and leaf in _ROUTER_NAMES:
             return [f"model.layers.{layer}.{_ROUTER_NAMES[leaf]}"]
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-        if module != _EXPERTS or leaf not in parts:
+        if module != _EXPERTS or leaf not in _EXPERT_PARTS:
             return super().hf_names(name)
-        expert = f"model.layers.{layer}.mlp.experts"
-        return [
-            f"{expert}.{n}.{part}.weight" for n in range(self.num_experts) for part in parts[leaf]
-        ]
+        names: list[str] = []
+        for number in range(self.num_experts):
+            expert = f"model.layers.{layer}.mlp.experts.{number}"
+            names += [f"{expert}.{part}.weight" for part in _EXPERT_PARTS[leaf]]
+        return names
 
     def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
         _, module, leaf = split_name(name)
@@ -87,20 +97,20 @@ class Qwen3MoeAdapter(DecoderAdapter):
         # Filled in place: a layer's experts are the largest of all parameters.
         stack_NFE = tensors[0].new_empty(self.num_experts, 2 * width, dim)
         for n in range(self.num_experts):
-            stack_NFE[n] = self.fused(tensors[2 * n : 2 * n + 2], num_groups=self.num_groups)
+            stack_NFE[n] = self.join_groups(tensors[2 * n : 2 * n + 2], num_groups=self.num_groups)
         return stack_NFE
 
     def to_hf(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         _, module, leaf = split_name(name)
         if module != _EXPERTS:
             return super().to_hf(name, tensor)
-        parts = list(tensor)
-        if leaf == "gate_up_proj":
-            parts = [
-                part
-                for expert in tensor
-                for part in self.parted(expert, (1, 1), num_groups=self.num_groups)
-            ]
+        parts: list[Tensor] = []
+        for expert in tensor:
+            # The gate's rows and the up projection's are separate matrices in the files.
+            if leaf == "gate_up_proj":
+                parts += self.split_groups(expert, (1, 1), num_groups=self.num_groups)
+            else:
+                parts.append(expert)
         return dict(zip(self.hf_names(name), parts, strict=True))
 
     def hf_config(self) -> dict[str, Any]:
@@ -124,14 +134,29 @@ def model_registry(flavor: str) -> ModelSpec:
     flavors = {
         # The dense tiny model with as many feed-forward weights at work for each token.
         "tiny": Qwen3MoeAdapter.sized(
-            vocab_size=320, dim=128, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32,
+            vocab_size=320,
+            dim=128,
+            num_layers=3,
+            num_heads=8,
+            num_kv_heads=4,
+            head_dim=32,
             feed_forward=MoE.Config(num_experts=8, num_experts_per_token=2, hidden_dim=192),
-            tie_embeddings=True, init_std=0.06, theta=10_000.0, max_positions=1024,
+            max_positions=1024,
+            theta=10_000.0,
+            tie_embeddings=True,
+            init_std=0.06,
         ),
         "30B-A3B": Qwen3MoeAdapter.sized(
-            vocab_size=151_936, dim=2048, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128,
+            vocab_size=151_936,
+            dim=2048,
+            num_layers=48,
+            num_heads=32,
+            num_kv_heads=4,
+            head_dim=128,
             feed_forward=MoE.Config(num_experts=128, num_experts_per_token=8, hidden_dim=768),
-            tie_embeddings=False, theta=1_000_000.0, max_positions=40_960,
+            max_positions=40_960,
+            theta=1_000_000.0,
+            tie_embeddings=False,
         ),
-    }  # fmt: skip
+    }
     return spec_of_flavor(flavor, flavors, adapter=Qwen3MoeAdapter)

@@ -28,9 +28,7 @@ End = Callable[[Sequence[int]], bool]
 BLOCK_TOKENS = 128
 """Tokens of a block in the search of a drawn token."""
 STOP_TEXT_MARGIN = 8
-"""Extra tokens decoded before the longest stop text, so that its spelling is the same as in the
-whole text.
-"""
+"""Tokens decoded before the longest stop text, so that it is spelled as in the whole text."""
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -48,8 +46,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def request_seeds(prompts: Sequence[np.ndarray], *, seed: int, num_samples: int) -> list[list[int]]:
-    """Derive a seed below 2**63 for each completion from the seed, the prompt and the number of the
-    sample.
+    """Derive a seed below 2**63 for each completion from seed, prompt and number of the sample.
 
     The samples of a prompt that occurs twice are numbered consecutively.
     """
@@ -57,6 +54,7 @@ def request_seeds(prompts: Sequence[np.ndarray], *, seed: int, num_samples: int)
     seeds = []
     for prompt in prompts:
         key = np.asarray(prompt, dtype=np.int32).tobytes()
+        # Not `hash`, which differs between processes: a run must draw the same after a restart.
         digest = hashlib.blake2b(key, digest_size=8, key=str(seed).encode()).digest()
         first = int.from_bytes(digest, "little") % 2**62 + seen[key]
         seeds.append([first + i for i in range(num_samples)])
@@ -65,7 +63,14 @@ def request_seeds(prompts: Sequence[np.ndarray], *, seed: int, num_samples: int)
 
 
 def uniforms(seed: int, count: int) -> Tensor:
-    """Return the random numbers that decide each token of a completion, [C] float64 in [0, 1)."""
+    """Return the random numbers that decide each token of a completion, [C] float64 in [0, 1).
+
+    Example:
+        A longer completion begins with the numbers of a shorter one:
+
+        >>> torch.equal(uniforms(7, 4)[:2], uniforms(7, 2))
+        True
+    """
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -75,10 +80,16 @@ def processed_logprobs(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
 
     Temperature applies first, then top-k, then top-p of the remainder, as in vLLM. Greedy decoding
     (temperature 0) reports the logprobs of temperature 1.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 1.0, 0.0]])
+        >>> processed_logprobs(logits, SamplingParams(max_tokens=1, top_k=2)).exp()
+        tensor([[0.7311, 0.2689, 0.0000]])
     """
     logits_BV = logits_BV.float()
     if sampling.temperature == 0:
         return logits_BV.log_softmax(-1)
+
     logits_BV = logits_BV / sampling.temperature
     if 0 < sampling.top_k < logits_BV.size(-1):
         smallest_B1 = logits_BV.topk(sampling.top_k).values[:, -1:]
@@ -86,23 +97,24 @@ def processed_logprobs(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
     if sampling.top_p < 1:
         ascending_BV, order_BV = logits_BV.sort(-1)
         drop_BV = ascending_BV.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        drop_BV[:, -1] = False
+        drop_BV[:, -1] = False  # The most likely token stays, however small top_p is.
         ascending_BV = ascending_BV.masked_fill(drop_BV, -torch.inf)
         logits_BV = torch.empty_like(logits_BV).scatter_(-1, order_BV, ascending_BV)
     return logits_BV.log_softmax(-1)
 
 
 def draw(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Return the token at which the cumulative distribution passes the row's uniform number, [B]
-    int64.
+    """Return the token at which each row's cumulative distribution passes its uniform number.
 
-    The block of tokens is searched first, then the token in the block, so that only a small part of
-    the distribution is summed in order. Sums over blocks are in double precision: in single
-    precision a large vocabulary's tail is lost to rounding.
+    The result is [B] int64. The block of tokens is searched first, then the token in the block, so
+    that only a small part of the distribution is summed in order. Sums over blocks are in double
+    precision: in single precision a large vocabulary's tail is lost to rounding.
     """
     probs_BV = logprobs_BV.exp()
-    if padding := -probs_BV.size(1) % BLOCK_TOKENS:
+    padding = -probs_BV.size(1) % BLOCK_TOKENS
+    if padding:
         probs_BV = F.pad(probs_BV, (0, padding))
+
     probs_BNW = probs_BV.unflatten(1, (-1, BLOCK_TOKENS))
     blocks_B, within_B = _search(probs_BNW.sum(-1), uniforms_B)
     rows_B = torch.arange(len(blocks_B), device=blocks_B.device)
@@ -111,8 +123,9 @@ def draw(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
 
 def _search(weights_BN: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the share `uniforms_B` of each row's sum lies, [B] int64, and its share of the
-    weight there, [B].
+    """Return where the share `uniforms_B` of each row's sum lies, and the share of that weight.
+
+    They are [B] int64 and [B].
     """
     cumulative_BN = weights_BN.cumsum(-1, dtype=torch.float64)
     totals_B1 = cumulative_BN[:, -1:]
@@ -128,8 +141,7 @@ def _search(weights_BN: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def spells_any(texts: Sequence[str], tokens: Sequence[int], *, tokenizer: Any) -> bool:
-    """Return whether the last token completes one of the stop texts, assuming earlier tokens were
-    checked.
+    """Return whether the last token completes one of the stop texts; earlier tokens were checked.
 
     A token is at least one byte, so a text of n bytes lies within the last n tokens.
     """

@@ -1,5 +1,4 @@
-"""Everything that the rest of the code needs to know of a model family, and the registry of
-families.
+"""Model families: their registry, and the spec of one model, which the rest of the code works with.
 
 All families are made of `Decoder` or subclasses of it; the parallel plans, the memory estimate and
 the adapter of its tensors are shared.
@@ -23,8 +22,9 @@ FAMILIES: dict[str, type[DecoderAdapter] | str] = {
     "qwen3": "rl.models.qwen3:Qwen3Adapter",
     "qwen3_moe": "rl.models.qwen3_moe:Qwen3MoeAdapter",
 }
-"""Adapter of each `model_type` of Hugging Face, or its place until it is imported.
-`register_family` adds to it.
+"""Adapter of each `model_type` of Hugging Face; `register_family` adds to them.
+
+Texts are places, imported when a family is first used.
 """
 
 AdapterT = TypeVar("AdapterT", bound=type[DecoderAdapter])
@@ -32,7 +32,14 @@ AdapterT = TypeVar("AdapterT", bound=type[DecoderAdapter])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """One flavor of one family. The loss is not part of it: the trainer's config chooses one."""
+    """One flavor of one family. The loss is not part of it: the trainer's config chooses a loss.
+
+    Example:
+        >>> spec = model_spec("qwen3", "tiny")
+        >>> spec.name, spec.flavor, spec.model.dim
+        ('qwen3', 'tiny', 128)
+        >>> module = spec.model.build()  # a Decoder with uninitialized weights
+    """
 
     flavor: str
     """Size within the family, or the name of the folder that it came from."""
@@ -55,34 +62,39 @@ class ModelSpec:
 
 
 def register_family(adapter: AdapterT) -> AdapterT:
-    """Make the adapter that of its `model_type`; a decorator. Its module has a `model_registry` of
-    flavors.
+    """Make a class the adapter of its `model_type`; a decorator.
 
-    A process that gets a `ModelSpec` imports the module of its adapter, so it must be a module's
-    and not `__main__`'s.
+    The module of the class has a `model_registry` of flavors. A process that gets a `ModelSpec`
+    imports the adapter's module, which therefore must not be `__main__`.
     """
     FAMILIES[adapter.model_type] = adapter
     return adapter
 
 
-def family_adapter(model_type: str) -> type[DecoderAdapter]:
+def find_adapter(model_type: str) -> type[DecoderAdapter]:
     """Return the adapter of a family; raise ValueError if it is unknown."""
     if model_type not in FAMILIES:
         raise ValueError(
             f"model_type={model_type!r} is not supported: must be one of {', '.join(FAMILIES)}; "
             "docs/models.md says how to add a family"
         )
-    adapter = FAMILIES[model_type]
-    if isinstance(adapter, str):
-        module, _, name = adapter.partition(":")
-        found: type[DecoderAdapter] = getattr(import_module(module), name)
-        return found
+    entry = FAMILIES[model_type]
+    if not isinstance(entry, str):
+        return entry
+    # Imported late: the families import this module.
+    module, _, name = entry.partition(":")
+    adapter: type[DecoderAdapter] = getattr(import_module(module), name)
     return adapter
 
 
 def model_spec(family: str, flavor: str) -> ModelSpec:
-    """Return the spec of a family's flavor; raise ValueError if either is unknown."""
-    spec: ModelSpec = import_module(family_adapter(family).__module__).model_registry(flavor)
+    """Return the spec of a family's flavor; raise ValueError if either is unknown.
+
+    Example:
+        >>> model_spec("llama", "SmolLM2-135M").model.num_layers
+        30
+    """
+    spec: ModelSpec = import_module(find_adapter(family).__module__).model_registry(flavor)
     return spec
 
 
@@ -92,11 +104,20 @@ def spec_from_hf(
     flavor: str | None = None,
     adapter: type[DecoderAdapter] | None = None,
 ) -> ModelSpec:
-    """Return the spec of the model that a Hugging Face `config.json` describes; raise ValueError if
-    unsupported.
+    """Return the spec of the model that a Hugging Face `config.json` describes.
 
-    `adapter` reads it; None takes the adapter of its `model_type`.
+    Raises ValueError for a model that is not supported.
+
+    Args:
+        flavor: name of the spec; None takes the `model_type`.
+        adapter: reader of the config; None takes the adapter of its `model_type`.
+
+    Example:
+        >>> config = json.loads(Path("SmolLM2-135M/config.json").read_text())
+        >>> spec_from_hf(config).model.dim
+        576
     """
+    # Named apart, because the folder of the text model alone is often what the user wants.
     model_type = str(config.get("model_type"))
     if model_type == "gemma3":
         raise ValueError(
@@ -104,7 +125,7 @@ def spec_from_hf(
             "supported: must be 'gemma3_text', a folder of the text model alone, such as "
             "google/gemma-3-1b-it"
         )
-    adapter = adapter or family_adapter(model_type)
+    adapter = adapter or find_adapter(model_type)
     return ModelSpec(
         flavor=flavor or model_type, model=adapter.config_from_hf(dict(config)), adapter=adapter
     )

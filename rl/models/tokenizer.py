@@ -1,12 +1,10 @@
-"""Loading of Hugging Face tokenizers, their fingerprints, and a tokenizer of bytes for tiny
-models.
-"""
+"""Hugging Face tokenizers, their fingerprints, and a tokenizer of bytes for tiny models."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,19 +79,18 @@ def byte_characters() -> list[str]:
 
 
 def build_byte_tokenizer(folder: str | Path) -> None:
-    """Write a tokenizer whose tokens 0 to 255 are the bytes, followed by `SPECIAL_TOKENS` and
-    `WORD_TOKENS`.
-    """
+    """Write a tokenizer of the 256 bytes, followed by `SPECIAL_TOKENS` and `WORD_TOKENS`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
-    )
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in WORD_TOKENS])
+    # The order decides the ids: 256, 257, ...
+    for token in SPECIAL_TOKENS:
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+    for token in WORD_TOKENS:
+        tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,18 +109,19 @@ def build_byte_tokenizer(folder: str | Path) -> None:
 
 
 def tokenizer_files(folder: str | Path) -> list[str]:
-    """Return the names of the folder's files that belong to the tokenizer, templates in
-    `CHAT_TEMPLATES` too.
+    """Return the names of the folder's files that belong to the tokenizer.
 
-    Raises ValueError for a link that leaves the folder.
+    Templates in `CHAT_TEMPLATES` belong to it too. Raises ValueError for a link that leaves the
+    folder.
     """
     folder = Path(folder)
     if folder.is_dir():
         check_links(folder)
-    templates = sorted(
-        f"{CHAT_TEMPLATES}/{file.name}" for file in (folder / CHAT_TEMPLATES).glob("*.jinja")
-    )
-    return [name for name in (*TOKENIZER_FILES, *templates) if (folder / name).is_file()]
+    names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    for file in sorted((folder / CHAT_TEMPLATES).glob("*.jinja")):
+        if file.is_file():
+            names.append(f"{CHAT_TEMPLATES}/{file.name}")
+    return names
 
 
 def check_tokenizer_files(folder: str | Path) -> None:
@@ -141,40 +139,40 @@ def check_tokenizer_files(folder: str | Path) -> None:
     elif SENTENCEPIECE not in names:
         needed.append("tokenizer.json")
     for name in needed:
-        if name not in names:
-            others = [
-                *folder.glob("tekken.json"),
-                *folder.glob("*.tiktoken"),
-                *folder.glob("tokenizer.model.*"),
-            ]
-            hint = (
-                f": {others[0].name} is in a format that is not read"
-                if others and name == needed[-1]
-                else ""
-            )
-            raise ValueError(f"tokenizer file {folder / name} is missing{hint}")
+        if name in names:
+            continue
+        hint = ""
+        if name == needed[-1]:
+            for pattern in ("tekken.json", "*.tiktoken", "tokenizer.model.*"):
+                for other in folder.glob(pattern):
+                    hint = hint or f": {other.name} is in a format that is not read"
+        raise ValueError(f"tokenizer file {folder / name} is missing{hint}")
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Load the folder's transformers tokenizer without contacting a model hub; raise ValueError if
-    it is not whole.
+    """Load the folder's transformers tokenizer without contacting a model hub.
+
+    Raises ValueError if the folder is not complete.
     """
+    folder = Path(folder)
     check_tokenizer_files(folder)
-    for file in (Path(folder) / name for name in _SETTINGS):
-        if file.exists():
-            read_json_object(file)  # transformers reads it with the limits of the interpreter
+    for name in _SETTINGS:
+        if (folder / name).exists():
+            # Checked here, because transformers reads it with the limits of the interpreter.
+            read_json_object(folder / name)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     kind: Any = AutoTokenizer
     original = None
-    if (file := Path(folder) / "tokenizer.json").exists():  # slow tokenizers have no such file
-        read_tokenizer_json(file)
+    if (folder / "tokenizer.json").exists():  # Slow tokenizers have no such file.
+        read_tokenizer_json(folder / "tokenizer.json")
         # Classes of one model (GPT2Tokenizer, which SmolLM2's folders name, LlamaTokenizer) split
         # texts by rules of their own instead of those in tokenizer.json, so the model would see
         # other tokens than in its training.
         kind = PreTrainedTokenizerFast
-    elif not (Path(folder) / "vocab.json").exists():
-        original = _open_sentencepiece(Path(folder) / SENTENCEPIECE)
+    elif not (folder / "vocab.json").exists():
+        original = _open_sentencepiece(folder / SENTENCEPIECE)
+
     try:
         tokenizer = kind.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
@@ -182,7 +180,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     except KeyError as error:  # transformers needs more entries than the tokenizers library does
         raise ValueError(f"tokenizer folder {folder}: its files lack {error}") from error
     if original is not None:
-        _check_conversion(Path(folder) / SENTENCEPIECE, tokenizer, original)
+        _check_conversion(folder / SENTENCEPIECE, tokenizer, original)
     return tokenizer
 
 
@@ -201,23 +199,23 @@ def _open_sentencepiece(file: Path) -> Any:
 
 
 def _check_conversion(file: Path, tokenizer: Any, original: Any) -> None:
-    """Raise ValueError if transformers splits texts otherwise than sentencepiece, which the model
-    was trained with.
+    """Raise ValueError if transformers splits texts otherwise than sentencepiece.
+
+    The model was trained with sentencepiece's tokens.
     """
     for text in _PROBES:
-        split, right = tokenizer.encode(text, add_special_tokens=False), original.encode(text)
-        if split != right:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        expected = original.encode(text)
+        if tokens != expected:
             raise ValueError(
-                f"tokenizer file {file}: transformers splits {text!r} into {split[:8]}, "
-                f"sentencepiece into {right[:8]}: name the model's tokenizer_class in "
+                f"tokenizer file {file}: transformers splits {text!r} into {tokens[:8]}, "
+                f"sentencepiece into {expected[:8]}: name the model's tokenizer_class in "
                 "tokenizer_config.json, or add tokenizer.json"
             )
 
 
 def read_tokenizer_json(file: Path) -> Any:
-    """Load tokenizer.json alone with the `tokenizers` library; raise ValueError if it is
-    malformed.
-    """
+    """Load tokenizer.json with the `tokenizers` library; raise ValueError if it is malformed."""
     from tokenizers import Tokenizer
 
     try:
@@ -241,6 +239,7 @@ def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any,
         tokenizer.encode("?", add_special_tokens=False)  # some values are read only now
         if tokenizer.eos_token_id is None:
             raise ValueError("no eos_token is named: a reply would have no end")
+
         ends = {tokenizer.eos_token_id, *_end_ids(folder / "generation_config.json")}
         stop_ids = tuple(sorted(ends))
         if not all(type(token_id) is int and token_id >= 0 for token_id in stop_ids):
@@ -251,22 +250,12 @@ def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any,
         # vocabulary.
         added = tokenizer.added_tokens_decoder.keys()
         stop_ids = tuple(sorted({*stop_ids, *(added & set(_end_ids(folder / "config.json")))}))
+    # transformers raises all of these for malformed files.
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         if str(folder) in str(error):
             raise
         raise ValueError(f"the tokenizer of {folder} cannot be used: {error}") from error
-    used = {*stop_ids, tokenizer.bos_token_id, tokenizer.unk_token_id}
-    unused = {
-        token_id
-        for token_id, added in tokenizer.added_tokens_decoder.items()
-        if added.special
-        and token_id not in used
-        and added.content not in str(tokenizer.chat_template)
-    }
-    vocabulary = tokenizer.get_vocab().items()
-    token, token_id = max(
-        (item for item in vocabulary if item[1] not in unused), key=lambda item: item[1]
-    )
+    token, token_id = _find_last_token(tokenizer, stop_ids=stop_ids)
     if vocab_size is not None and max(token_id, *stop_ids) >= vocab_size:
         raise ValueError(
             f"the tokenizer of {folder} has token {token!r} with id {token_id} and ends replies "
@@ -276,24 +265,42 @@ def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any,
     return tokenizer, stop_ids
 
 
+def _find_last_token(tokenizer: Any, *, stop_ids: Collection[int]) -> tuple[str, int]:
+    """Return the token with the largest id that a text may hold, and its id."""
+    used = {*stop_ids, tokenizer.bos_token_id, tokenizer.unk_token_id}
+    # Special tokens that no template writes come from a text that names them alone.
+    unused: set[int] = set()
+    for token_id, added in tokenizer.added_tokens_decoder.items():
+        is_in_template = added.content in str(tokenizer.chat_template)
+        if added.special and token_id not in used and not is_in_template:
+            unused.add(token_id)
+
+    last_token, last_id = "", -1
+    for token, token_id in tokenizer.get_vocab().items():
+        if token_id > last_id and token_id not in unused:
+            last_token, last_id = token, token_id
+    return last_token, last_id
+
+
 def _end_ids(file: Path) -> list[Any]:
     """Return `eos_token_id` of a settings file as a list, empty if there is none."""
     if not file.exists():
         return []
     content = read_json_object(file)
+    # Models of texts and images have the settings of their language model one level deeper.
     inner = content.get("text_config")
-    found = content.get(
-        "eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None
-    )
-    return found if isinstance(found, list) else [] if found is None else [found]
+    default = inner.get("eos_token_id") if isinstance(inner, dict) else None
+    ids = content.get("eos_token_id", default)
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
 
 
 def tokens_before_text(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that the tokenizer puts before a text, such as that of its beginning; most
-    have none.
-    """
+    """Return the tokens that the tokenizer puts before a text, such as `<s>`; most put none."""
     inner = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a", add_special_tokens=True)
+    # Searched rather than cut off: a tokenizer may also put tokens after a text.
     for place in range(len(whole) - len(inner) + 1):
         if whole[place : place + len(inner)] == inner:
             return tuple(whole[:place])
@@ -305,8 +312,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 TOKEN_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", SENTENCEPIECE)
-"""Files that assign tokens to the rows of the model's weights; the last only where there is no
-tokenizer.json.
+"""Files that assign tokens to the rows of the model's weights.
+
+The last counts only where there is no tokenizer.json.
 """
 
 
@@ -321,13 +329,13 @@ class TokenizerFingerprint:
     """False in checkpoints of older versions, which have no other files than `_FIRST_FILES`."""
 
     def differences(self, other: TokenizerFingerprint, *, tokens_alone: bool) -> list[str]:
-        """Return the names of the files that differ; with `tokens_alone` only those of
-        `TOKEN_FILES`.
-        """
+        """Return the names of the files that differ; with `tokens_alone` those of `TOKEN_FILES`."""
+        # Templates have any names, so those of both tokenizers are compared.
         templates = sorted({*self.parts, *other.parts} - {*TOKENIZER_FILES})
         names: Sequence[str] = TOKEN_FILES if tokens_alone else (*TOKENIZER_FILES, *templates)
         if tokens_alone and "tokenizer.json" in self.parts and "tokenizer.json" in other.parts:
             names = TOKEN_FILES[:-1]
+        # A file that one of them did not record cannot be told from a missing file.
         if not (self.complete and other.complete):
             names = [name for name in names if name in _FIRST_FILES]
         return [name for name in names if self.parts.get(name) != other.parts.get(name)]
@@ -337,8 +345,7 @@ def tokenizer_fingerprint(
     folder: str | Path, *, known_as: str | Path | None = None
 ) -> TokenizerFingerprint:
     """Return the fingerprint of the tokenizer in a folder, recorded under the name `known_as`."""
-    parts = {
-        name: hashlib.sha256((Path(folder) / name).read_bytes()).hexdigest()
-        for name in tokenizer_files(folder)
-    }
+    parts: dict[str, str] = {}
+    for name in tokenizer_files(folder):
+        parts[name] = hashlib.sha256((Path(folder) / name).read_bytes()).hexdigest()
     return TokenizerFingerprint(folder=str(Path(known_as or folder).resolve()), parts=parts)

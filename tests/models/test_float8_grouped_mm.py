@@ -10,7 +10,7 @@ import torch
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.mesh import Degrees
-from rl.models.float8 import Float8GroupedMM, emulated_grouped_linear, float8_grouped_linear
+from rl.models.float8 import Float8GroupedMM, emulate_groups_in_float8, multiply_groups_in_float8
 from rl.models.lora import LoRA
 from rl.models.moe import GroupedExperts, grouped_linear
 from tests.models.test_float8 import E4M3, rounded
@@ -43,7 +43,7 @@ def grouped(product, dtype=torch.float32):
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 def test_product_and_gradients_use_rounded_factors_of_each_expert(dtype, precision):
-    factors, actual = grouped(emulated_grouped_linear, dtype)
+    factors, actual = grouped(emulate_groups_in_float8, dtype)
     x, weight, dy = (factor.float() for factor in factors)
     y, dx, dweight = torch.empty(24, 48), torch.empty(24, 32), torch.zeros(4, 48, 32)
     for n, (start, end) in enumerate(pairwise([0, *ENDS])):
@@ -111,12 +111,12 @@ def test_torchao_computes_the_emulated_product(monkeypatch):
     for dtype, precision in ((torch.bfloat16, 4e-3), (torch.float32, 2e-2)):
         actual, expected = (
             grouped(product, dtype)[1]
-            for product in (float8_grouped_linear, emulated_grouped_linear)
+            for product in (multiply_groups_in_float8, emulate_groups_in_float8)
         )
         assert [t.dtype for t in actual.values()] == [dtype] * 3
         assert_near(actual, expected, relative=precision)
     x, weight = torch.zeros(0, 32, requires_grad=True), torch.ones(4, 48, 32, requires_grad=True)
-    float8_grouped_linear(x, weight, torch.zeros(4, dtype=torch.int64)).sum().backward()
+    multiply_groups_in_float8(x, weight, torch.zeros(4, dtype=torch.int64)).sum().backward()
     assert weight.grad is not None
     assert not weight.grad.any()
 
@@ -131,7 +131,7 @@ def test_kernels_see_few_numbers_of_rows(monkeypatch):
     sizes: set[int] = set()
     monkeypatch.setattr(torchao, "_to_fp8_rowwise_then_scaled_grouped_mm", seen)
     for num_rows in range(1900, 4000, 33):
-        float8_grouped_linear(
+        multiply_groups_in_float8(
             torch.ones(num_rows, 16), torch.ones(4, 16, 16), torch.tensor([0, 5, 5, num_rows])
         )
     assert sizes == {2048, *range(2304, 4097, 256)}
@@ -141,7 +141,7 @@ def test_named_experts_alone_are_converted_and_frozen_ones_pass_gradients_on():
     rounding = Float8GroupedMM.Config(emulate=True, fqns=("layers.1.",))
     engine = make_engine(None, spec=even_moe_spec(), converters=(LoRA.Config(), rounding))
     experts = [m for m in engine.policy.model.modules() if isinstance(m, GroupedExperts)]
-    assert [m.product for m in experts] == [grouped_linear, emulated_grouped_linear]
+    assert [m.product for m in experts] == [grouped_linear, emulate_groups_in_float8]
     engine.forward_backward(make_samples(), loss=CrossEntropyLoss())
     with_gradient = {n: p.grad for n, p in engine.policy.parameters.items() if p.grad is not None}
     assert all("lora" in name for name in with_gradient)

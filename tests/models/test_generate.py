@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.models.generate import complete, completion_requests, generate, prompt_logprobs
+from rl.models.generate import build_requests, complete, generate, prompt_logprobs
 from rl.models.sampling import draw, processed_logprobs, request_seeds, spells_any, uniforms
 from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.types import SamplingParams
@@ -81,9 +81,7 @@ def test_cancelled_completions_end_as_abort(model):
     answers = iter(
         [False] * 4
     )  # one before the prompts are read, and one before each further token
-    requests = completion_requests(
-        PROMPTS, sampling=sampling, context=128, ends=lambda tokens: False
-    )
+    requests = build_requests(PROMPTS, sampling=sampling, context=128, ends=lambda tokens: False)
     cut = complete(model, requests, sampling=sampling, is_cancelled=lambda: next(answers, True))
     for completion, expected in zip(cut, chain(*whole), strict=True):
         assert completion.finish_reason == "abort"
@@ -114,7 +112,7 @@ def test_completion_depends_on_its_own_request_alone(model):
         return len(tokens) == 4
 
     state = torch.random.get_rng_state()
-    first, _, second, *filling = completion_requests(
+    first, _, second, *filling = build_requests(
         [PROMPTS[0], PROMPTS[2], long], sampling=sampling, context=128, ends=lambda tokens: False
     )
     assert torch.equal(state, torch.random.get_rng_state())

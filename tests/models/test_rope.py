@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.models.adapter import hf_rope, rope_from_hf
+from rl.models.adapter import describe_rope, read_rope
 
 HEAD_DIM, THETA, POSITIONS = 64, 500_000.0, 4096
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -36,14 +36,14 @@ def test_tables_equal_those_of_transformers(name, form):
 
     given = SCALED[name] | ({"rope_theta": THETA} if form == "rope_parameters" else {})
     hf = {"max_position_embeddings": POSITIONS, "rope_theta": THETA, form: given}
-    rope = rope_from_hf(hf)
+    rope = read_rope(hf)
     assert (
-        rope_from_hf({"max_position_embeddings": POSITIONS, "rope_parameters": hf_rope(rope)})
+        read_rope({"max_position_embeddings": POSITIONS, "rope_parameters": describe_rope(rope)})
         == rope
     )
     config = LlamaConfig(
         hidden_size=4 * HEAD_DIM, num_attention_heads=4, max_position_embeddings=POSITIONS,
-        rope_parameters=hf_rope(rope),
+        rope_parameters=describe_rope(rope),
     )  # fmt: skip
     positions = torch.arange(0, POSITIONS, 7)
     theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
@@ -55,11 +55,11 @@ def test_tables_equal_those_of_transformers(name, form):
 
 
 def test_llama3_keeps_short_wavelengths_and_stretches_long_ones():
-    rope = rope_from_hf({"max_position_embeddings": POSITIONS, "rope_scaling": SCALED["llama3"]})
+    rope = read_rope({"max_position_embeddings": POSITIONS, "rope_scaling": SCALED["llama3"]})
     assert rope.theta == 10_000.0
     assert rope.scaling is not None
     frequencies = torch.tensor([2048.0, 4.0, 2.5, 1.0, 0.1]) * 2 * torch.pi / 2048
-    ratios = rope.scaling.scaled(frequencies, theta=rope.theta) / frequencies
+    ratios = rope.scaling.scale(frequencies, theta=rope.theta) / frequencies
     # 2.5 rotations are half-way between 1 and 4.
     torch.testing.assert_close(ratios, torch.tensor([1.0, 1.0, 0.5 + 0.5 / 32, 1 / 32, 1 / 32]))
 
@@ -89,4 +89,4 @@ def test_llama3_keeps_short_wavelengths_and_stretches_long_ones():
 )
 def test_unsupported_scaling_is_rejected(change, message):
     with pytest.raises(ValueError, match=message):
-        rope_from_hf({"max_position_embeddings": POSITIONS, "rope_parameters": change})
+        read_rope({"max_position_embeddings": POSITIONS, "rope_parameters": change})

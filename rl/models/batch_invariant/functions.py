@@ -1,5 +1,6 @@
-"""The batch-invariant kernels as PyTorch functions, with gradients, on several threads; shapes as
-in `kernels.py`.
+"""The batch-invariant kernels as PyTorch functions, with gradients, on several threads.
+
+Shapes are as in `kernels.py`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def attend(
     """
     # Scaled outside the kernel, as over a cache: the same product with the same rounding.
     scaled_THD = q_THD.float() * q_THD.size(-1) ** -0.5
+    # Compiled kernels have no optional arguments: no window is a window longer than any sequence.
     out: Tensor = _Attention.apply(
         scaled_THD, k_NKD.float(), v_NKD.float(), queries_S, keys_S, window or UNLIMITED
     )
@@ -50,6 +52,8 @@ def attend(
 
 
 class _Attention(torch.autograd.Function):
+    """`kernels.attend_packed` of float32 tensors, with its gradient."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -61,8 +65,9 @@ class _Attention(torch.autograd.Function):
         window: int,
     ) -> Tensor:
         out = torch.empty(q.shape)
-        arguments = (*map(_array, (q, k, v)), queries_S, keys_S, window, _array(out))
-        work = _work(queries_S, np.diff(keys_S), q.size(1), q.size(2), k.size(1))
+        inputs = _to_array(q), _to_array(k), _to_array(v)
+        arguments = (*inputs, queries_S, keys_S, window, _to_array(out))
+        work = _count_work(queries_S, np.diff(keys_S), q.size(1), q.size(2), k.size(1))
         share(lambda begin, end: kernels.attend_packed(*arguments, begin, end), work)
         ctx.save_for_backward(q, k, v)
         ctx.segments, ctx.work = (queries_S, keys_S, window), work
@@ -72,7 +77,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         outputs = [torch.empty(x.shape) for x in inputs]
-        arguments = (*map(_array, (grads[0], *inputs)), *ctx.segments, *map(_array, outputs))
+        arguments = (*map(_to_array, (grads[0], *inputs)), *ctx.segments, *map(_to_array, outputs))
         share(lambda begin, end: kernels.attend_packed_backward(*arguments, begin, end), ctx.work)
         return *outputs, None, None, None
 
@@ -98,10 +103,18 @@ def attend_to_cache(
     """
     q = q_THD.float() * q_THD.size(-1) ** -0.5
     out = torch.zeros(q.shape)
-    queries, lengths = (x.numpy().astype(np.int64) for x in (queries_S, lengths_S))
+    queries, lengths = queries_S.numpy().astype(np.int64), lengths_S.numpy().astype(np.int64)
     sizes = block_size, window or UNLIMITED
-    arguments = (_array(q), _blocks(cache), queries, lengths, tables.numpy(), *sizes, _array(out))
-    work = _work(queries, lengths, q.size(1), q.size(2), cache.size(1))
+    arguments = (
+        _to_array(q),
+        _to_blocks(cache),
+        queries,
+        lengths,
+        tables.numpy(),
+        *sizes,
+        _to_array(out),
+    )
+    work = _count_work(queries, lengths, q.size(1), q.size(2), cache.size(1))
     share(lambda begin, end: kernels.attend_paged(*arguments, begin, end), work)
     return out.to(q_THD.dtype)
 
@@ -116,6 +129,7 @@ def store_in_cache(
         cache: [blocks, K, ...] with room for 2 x block size x D numbers each, contiguous, in the
             dtype of keys and values: keys [D, block size], then values [block size, D].
     """
+    # vLLM gives padding tokens a negative slot.
     is_stored_T = slots_T >= 0
     blocks, places = slots_T[is_stored_T] // block_size, slots_T[is_stored_T] % block_size
     shape, size = (k_TKD.size(2), block_size), k_TKD.size(2) * block_size
@@ -125,11 +139,15 @@ def store_in_cache(
 
 
 class _Gated(torch.autograd.Function):
+    """`kernels.compute_gated` of [groups, 2, W] float32, with its gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, factors: tuple[float, float]) -> Tensor:
         out = torch.empty(x.size(0), x.size(-1))
-        arguments = _array(x), *map(np.float32, factors), _array(out)
-        share(lambda begin, end: kernels.gated(*arguments, begin, end), _even(out))
+        arguments = _to_array(x), *map(np.float32, factors), _to_array(out)
+        share(
+            lambda begin, end: kernels.compute_gated(*arguments, begin, end), _count_row_work(out)
+        )
         ctx.save_for_backward(x)
         ctx.factors = factors
         return out
@@ -138,14 +156,17 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         dx = torch.empty(x.shape)
-        arguments = _array(grads[0]), _array(x), *map(np.float32, ctx.factors), _array(dx)
-        share(lambda begin, end: kernels.gated_backward(*arguments, begin, end), _even(grads[0]))
+        arguments = _to_array(grads[0]), _to_array(x), *map(np.float32, ctx.factors), _to_array(dx)
+        share(
+            lambda begin, end: kernels.compute_gated_backward(*arguments, begin, end),
+            _count_row_work(grads[0]),
+        )
         return dx, None
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up, [T, K * W], from gates and ups [T, K, 2, W]."""
-    return _gated(gate_up, 1.0, 0.0)
+    return _apply_gate(gate_up, 1.0, 0.0)
 
 
 def geglu(gate_up: Tensor) -> Tensor:
@@ -153,10 +174,10 @@ def geglu(gate_up: Tensor) -> Tensor:
     twice its argument.
     """
     factor = 2.0 * (2.0 / math.pi) ** 0.5
-    return _gated(gate_up, factor, 0.044715 * factor)
+    return _apply_gate(gate_up, factor, 0.044715 * factor)
 
 
-def _gated(gate_up: Tensor, linear: float, cubic: float) -> Tensor:
+def _apply_gate(gate_up: Tensor, linear: float, cubic: float) -> Tensor:
     out: Tensor = _Gated.apply(gate_up.float().flatten(0, 1), (linear, cubic))
     return out.view(gate_up.size(0), -1).to(gate_up.dtype)
 
@@ -176,40 +197,43 @@ def share(run: Callable[[int, int], None], work: np.ndarray) -> None:
     if num_shares == 1:
         run(0, num_tasks)
         return
+    # Bounds where the work, not the number of tasks, is divided evenly.
     ends = np.searchsorted(work, total * np.arange(1, num_shares) // num_shares)
-    bounds = [0, *(int(end) for end in ends), num_tasks]
-    pool = _threads(num_shares - 1)
+    bounds = [0, *ends.tolist(), num_tasks]
+    pool = _get_threads(num_shares - 1)
+    # Kernels release the interpreter's lock, so threads compute at the same time.
     others = [pool.submit(run, begin, end) for begin, end in pairwise(bounds[1:])]
-    run(bounds[0], bounds[1])
+    run(bounds[0], bounds[1])  # The caller computes too, rather than wait.
     for other in others:
         other.result()
 
 
 @lru_cache(maxsize=4)
-def _threads(count: int) -> ThreadPoolExecutor:
+def _get_threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="batch-invariant")
 
 
-def _work(
+def _count_work(
     queries_S: np.ndarray, lengths_S: np.ndarray, num_heads: int, head_dim: int, num_kv_heads: int
 ) -> np.ndarray:
+    # Two products, with the keys and with the values, for each head of a group.
     per_segment = np.diff(queries_S) * lengths_S * (num_heads // num_kv_heads * 2 * head_dim)
     return np.concatenate(([0], np.repeat(per_segment, num_kv_heads).cumsum()))
 
 
-def _even(rows: Tensor) -> np.ndarray:
+def _count_row_work(rows: Tensor) -> np.ndarray:
     """Return the work of each row; an exponential counts as about ten multiply-adds."""
     return np.arange(rows.size(0) + 1) * (10 * rows.size(1))
 
 
-def _array(x: Tensor) -> np.ndarray:
+def _to_array(x: Tensor) -> np.ndarray:
     """Return the tensor, or a contiguous copy, as an array; bfloat16 as its bits."""
     x = x.detach().contiguous()
     array: np.ndarray = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
     return array
 
 
-def _blocks(cache: Tensor) -> np.ndarray:
+def _to_blocks(cache: Tensor) -> np.ndarray:
     """Return [blocks, K, numbers of a block]; the tensor's memory can still be freed."""
     array = memory_of(cache, dtype=_NUMPY_DTYPES[cache.dtype])
     return array.reshape(cache.size(0), cache.size(1), -1)

@@ -34,11 +34,11 @@ BLOCK_TOKENS = 64
 _FLOAT, _INT32 = ir.FloatType(), ir.IntType(32)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 
-_compiled = njit(nogil=True, cache=True, error_model="numpy")
+_compile = njit(nogil=True, cache=True, error_model="numpy")
 
 
 @intrinsic
-def _fused(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+def _multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a b + c, rounded once."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -48,7 +48,7 @@ def _fused(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
-def _number(typingctx: Any, x: Any) -> Any:
+def _read_number(typingctx: Any, x: Any) -> Any:
     """Return a float32, or the float32 of a bfloat16's bits."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -89,6 +89,8 @@ def _add_tile(typingctx: Any, a: Any, row: Any, b: Any, column: Any, count: Any,
             first = builder.insert_element(undefined, number, ir.Constant(_INT32, 0))
             return builder.shuffle_vector(first, undefined, ir.Constant(lanes, [0] * LANES))
 
+        # The tile's sums stay in registers over the whole loop: a load and a store for each step
+        # would cost more than the multiply-add.
         halves = [shifted(column, 0), shifted(column, LANES)]
         rows = [shifted(row, r) for r in range(ROWS)]
         places = [pointer(5, row, half, _VECTOR) for row in rows for half in halves]
@@ -120,81 +122,90 @@ _ROUND_BITS = np.int32(0x4B400000)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
 # Cephes' polynomial for exp on [-ln 2 / 2, ln 2 / 2].
-_C0, _C1, _C2, _C3, _C4, _C5 = (
-    np.float32(c)
-    for c in (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 4.16657959e-2, 1.66666655e-1,
-        5.00000012e-1)
-)  # fmt: skip
+_C0 = np.float32(1.98756915e-4)
+_C1 = np.float32(1.39819995e-3)
+_C2 = np.float32(8.33345191e-3)
+_C3 = np.float32(4.16657959e-2)
+_C4 = np.float32(1.66666655e-1)
+_C5 = np.float32(5.00000012e-1)
+# Beyond these the power of two of the result would not be a normal float32.
 _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 
 
 @njit(inline="always")
-def _exponential(x: Any) -> Any:
+def _compute_exponential(x: Any) -> Any:
     """Return exp of a float32 with a relative error of 1e-7, the argument clamped to -87 .. 88."""
     x = min(max(x, _LOWEST), _HIGHEST)
-    shifted = _fused(x, _LOG2_E, _ROUND)
+    # x = exponent ln 2 + rest; the addend leaves the nearest integer in the low bits.
+    shifted = _multiply_add(x, _LOG2_E, _ROUND)
     exponent = shifted - _ROUND
-    rest = _fused(exponent, -_LN2_LOW, _fused(exponent, -_LN2_HIGH, x))
-    y = _fused(_C0, rest, _C1)
-    y = _fused(y, rest, _C2)
-    y = _fused(y, rest, _C3)
-    y = _fused(y, rest, _C4)
-    y = _fused(y, rest, _C5)
-    y = _fused(y, rest * rest, rest) + _ONE
+    rest = _multiply_add(exponent, -_LN2_LOW, _multiply_add(exponent, -_LN2_HIGH, x))
+
+    # Horner's scheme, in this order in every lane.
+    y = _multiply_add(_C0, rest, _C1)
+    y = _multiply_add(y, rest, _C2)
+    y = _multiply_add(y, rest, _C3)
+    y = _multiply_add(y, rest, _C4)
+    y = _multiply_add(y, rest, _C5)
+    y = _multiply_add(y, rest * rest, rest) + _ONE
+
+    # 2^exponent, written into the bits of a float32.
     power = (np.float32(shifted).view(np.int32) - _ROUND_BITS + np.int32(127)) << np.int32(23)
     return y * np.int32(power).view(np.float32)
 
 
-@_compiled
-def gated(x: Any, linear: Any, cubic: Any, out: Any, begin: int, end: int) -> None:
+@_compile
+def compute_gated(x: Any, linear: Any, cubic: Any, out: Any, begin: int, end: int) -> None:
     """Compute gate * sigmoid(linear gate + cubic gate^3) * up of groups begin to end; x is [groups,
     2, W], out [groups, W]."""
     for group in range(begin, end):
         for j in range(out.shape[1]):
             gate = x[group, 0, j]
-            inner = gate * _fused(cubic, gate * gate, linear)
-            out[group, j] = gate / (_ONE + _exponential(-inner)) * x[group, 1, j]
+            inner = gate * _multiply_add(cubic, gate * gate, linear)
+            out[group, j] = gate / (_ONE + _compute_exponential(-inner)) * x[group, 1, j]
 
 
-@_compiled
-def gated_backward(
+@_compile
+def compute_gated_backward(
     dout: Any, x: Any, linear: Any, cubic: Any, dx: Any, begin: int, end: int
 ) -> None:
     for group in range(begin, end):
         for j in range(dout.shape[1]):
             gate, up, d = x[group, 0, j], x[group, 1, j], dout[group, j]
             square = gate * gate
-            sigmoid = _ONE / (_ONE + _exponential(-gate * _fused(cubic, square, linear)))
-            slope = gate * _fused(_THREE * cubic, square, linear)
+            sigmoid = _ONE / (
+                _ONE + _compute_exponential(-gate * _multiply_add(cubic, square, linear))
+            )
+            slope = gate * _multiply_add(_THREE * cubic, square, linear)
             dx[group, 0, j] = d * up * sigmoid * (_ONE + slope * (_ONE - sigmoid))
             dx[group, 1, j] = d * gate * sigmoid
 
 
-@_compiled
-def _whole(count: int, tile: int) -> int:
+@_compile
+def _round_up(count: int, tile: int) -> int:
     return (count + tile - 1) // tile * tile
 
 
-@_compiled
-def _padded(x: Any) -> Any:
+@_compile
+def _pad_to_tiles(x: Any) -> Any:
     """Return a copy of [n, D] with zeros up to whole tiles in both directions."""
-    copy = np.zeros((_whole(x.shape[0], COLUMNS), _whole(x.shape[1], COLUMNS)), np.float32)
+    copy = np.zeros((_round_up(x.shape[0], COLUMNS), _round_up(x.shape[1], COLUMNS)), np.float32)
     copy[: x.shape[0], : x.shape[1]] = x
     return copy
 
 
-@_compiled
-def _rows(x: Any) -> Any:
+@_compile
+def _pack_rows(x: Any) -> Any:
     """Return [t, G, D] as rows [t G, D], with zeros up to whole tiles."""
     G = x.shape[1]
     num_rows = x.shape[0] * G
-    rows = np.zeros((_whole(num_rows, ROWS), _whole(x.shape[2], COLUMNS)), np.float32)
+    rows = np.zeros((_round_up(num_rows, ROWS), _round_up(x.shape[2], COLUMNS)), np.float32)
     for row in range(num_rows):
         rows[row, : x.shape[2]] = x[row // G, row % G]
     return rows
 
 
-@_compiled
+@_compile
 def _add_product(a: Any, b: Any, count: int, out: Any) -> None:
     """Add a[:, :count] b[:count] to `out` in whole tiles; the rows of b and `out` are
     contiguous.
@@ -204,12 +215,13 @@ def _add_product(a: Any, b: Any, count: int, out: Any) -> None:
             _add_tile(a, row, b, column, count, out)
 
 
-@_compiled
-def _softmax(s: Any, start: int, count: int, lanes: Any) -> Any:
+@_compile
+def _compute_softmax(s: Any, start: int, count: int, lanes: Any) -> Any:
     """Replace s[start:count] by exp(s - max), and the rest of the first and last lanes by 0; return
     the sum.
     """
-    width = _whole(count, LANES)
+    # Places outside take a score that is there, so that they do not change the maximum.
+    width = _round_up(count, LANES)
     s[:start] = s[start]
     s[count:width] = s[start]
     for lane in range(LANES):
@@ -220,10 +232,13 @@ def _softmax(s: Any, start: int, count: int, lanes: Any) -> Any:
     largest = lanes[0]
     for lane in range(1, LANES):
         largest = max(largest, lanes[lane])
+
     for j in range(width):
-        s[j] = _exponential(s[j] - largest)
+        s[j] = _compute_exponential(s[j] - largest)
     s[:start] = _ZERO
     s[count:width] = _ZERO
+
+    # Sixteen partial sums, added in one fixed tree: the order does not depend on the width.
     for lane in range(LANES):
         lanes[lane] = s[lane]
     for first in range(LANES, width, LANES):
@@ -236,13 +251,13 @@ def _softmax(s: Any, start: int, count: int, lanes: Any) -> Any:
     return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3])
 
 
-@_compiled
-def _first_key(count: int, window: int) -> int:
+@_compile
+def _find_first_key(count: int, window: int) -> int:
     """Return the first of the latest `window` of `count` keys, rounded down to a tile."""
     return max(0, count - window) // COLUMNS * COLUMNS
 
 
-@_compiled
+@_compile
 def _attend(q: Any, columns: Any, rows: Any, hidden: int, window: int, out: Any) -> None:
     """Attend from a segment's queries [t, G, D] of one group to its keys' columns and its values'
     rows.
@@ -254,21 +269,23 @@ def _attend(q: Any, columns: Any, rows: Any, hidden: int, window: int, out: Any)
         window: number of latest keys that a query sees, its own included.
         out: as `q`; overwritten.
     """
-    G, D, x = q.shape[1], q.shape[2], _rows(q)
+    G, D, x = q.shape[1], q.shape[2], _pack_rows(q)
     s = np.empty((ROWS, columns.shape[1]), np.float32)
     lanes, totals = np.empty(LANES, np.float32), np.empty(ROWS, np.float32)
     for top in range(0, q.shape[0] * G, ROWS):
         last, tile = min(top + ROWS, q.shape[0] * G) - 1, x[top : top + ROWS]
+        # Keys beyond those that the tile's last query sees are not computed.
         seen = hidden + last // G + 1
-        base = _first_key(hidden + top // G + 1, window)
+        base = _find_first_key(hidden + top // G + 1, window)
         s[:] = _ZERO
-        _add_product(tile, columns[:, base:], D, s[:, base : _whole(seen, COLUMNS)])
+        _add_product(tile, columns[:, base:], D, s[:, base : _round_up(seen, COLUMNS)])
         for row in range(ROWS):
             count = hidden + min(top + row, last) // G + 1
-            totals[row] = _softmax(
+            totals[row] = _compute_softmax(
                 s[row, base:], max(0, count - window - base), count - base, lanes
             )
             s[row, count:seen] = _ZERO
+        # The tile of queries is used up, and takes the result.
         tile[:] = _ZERO
         _add_product(s[:, base:], rows[base:], seen - base, tile)
         for row in range(top, last + 1):
@@ -277,7 +294,7 @@ def _attend(q: Any, columns: Any, rows: Any, hidden: int, window: int, out: Any)
                 to[d] = tile[row - top, d] / totals[row - top]
 
 
-@_compiled
+@_compile
 def attend_packed(
     q: Any, k: Any, v: Any, queries: Any, keys: Any, window: int, out: Any, begin: int, end: int
 ) -> None:
@@ -293,15 +310,16 @@ def attend_packed(
     """
     K, G = k.shape[1], q.shape[1] // k.shape[1]
     for task in range(begin, end):
+        # Copies in whole tiles, so that the products need no bounds checks.
         a, h = task // K, task % K
-        columns = np.ascontiguousarray(_padded(k[keys[a] : keys[a + 1], h]).T)
-        rows = _padded(v[keys[a] : keys[a + 1], h])
+        columns = np.ascontiguousarray(_pad_to_tiles(k[keys[a] : keys[a + 1], h]).T)
+        rows = _pad_to_tiles(v[keys[a] : keys[a + 1], h])
         tokens, heads = slice(queries[a], queries[a + 1]), slice(h * G, h * G + G)
         hidden = (keys[a + 1] - keys[a]) - (queries[a + 1] - queries[a])
         _attend(q[tokens, heads], columns, rows, hidden, window, out[tokens, heads])
 
 
-@_compiled
+@_compile
 def attend_paged(
     q: Any, cache: Any, queries: Any, lengths: Any, tables: Any, B: int, window: int,
     out: Any, begin: int, end: int,
@@ -316,28 +334,30 @@ def attend_paged(
             of a segment's first query.
     """
     K, D = cache.shape[1], q.shape[2]
-    G, width = q.shape[1] // K, _whole(_whole(lengths.max(), B), COLUMNS)
-    columns = np.zeros((_whole(D, COLUMNS), width), np.float32)
-    rows = np.zeros((width, _whole(D, COLUMNS)), np.float32)
+    G, width = q.shape[1] // K, _round_up(_round_up(lengths.max(), B), COLUMNS)
+    columns = np.zeros((_round_up(D, COLUMNS), width), np.float32)
+    rows = np.zeros((width, _round_up(D, COLUMNS)), np.float32)
     for task in range(begin, end):
         a, h = task // K, task % K
         hidden = lengths[a] - (queries[a + 1] - queries[a])
-        for first in range(_first_key(hidden + 1, window) // B * B, lengths[a], B):
+        # Blocks before the window of the first query are not read.
+        for first in range(_find_first_key(hidden + 1, window) // B * B, lengths[a], B):
             block, count = cache[tables[a, first // B], h], min(B, lengths[a] - first)
             for d in range(D):
                 part, column = block[d * B : (d + 1) * B], columns[d, first : first + B]
                 for j in range(B):
-                    column[j] = _number(part[j])
+                    column[j] = _read_number(part[j])
+            # Only the keys that exist: an unused place of a block may hold anything, even NaN.
             for j in range(count):
                 part, row = block[(B + j) * D : (B + j + 1) * D], rows[first + j]
                 for d in range(D):
-                    row[d] = _number(part[d])
+                    row[d] = _read_number(part[d])
         tokens, heads = slice(queries[a], queries[a + 1]), slice(h * G, h * G + G)
         _attend(q[tokens, heads], columns, rows, hidden, window, out[tokens, heads])
 
 
-@_compiled
-def _softmax_gradient(p: Any, s: Any, count: int, total: Any, lanes: Any) -> None:
+@_compile
+def _compute_softmax_gradient(p: Any, s: Any, count: int, total: Any, lanes: Any) -> None:
     """Turn exponentials p into weights, and gradients s of the weights into gradients of the
     scores.
     """
@@ -356,7 +376,7 @@ def _softmax_gradient(p: Any, s: Any, count: int, total: Any, lanes: Any) -> Non
     p[count:], s[count:] = _ZERO, _ZERO
 
 
-@_compiled
+@_compile
 def attend_packed_backward(
     dout: Any, q: Any, k: Any, v: Any, queries: Any, keys: Any, window: int,
     dq: Any, dk: Any, dv: Any, begin: int, end: int,
@@ -368,30 +388,36 @@ def attend_packed_backward(
     for task in range(begin, end):
         a, h = task // K, task % K
         num_tokens, num_keys = queries[a + 1] - queries[a], keys[a + 1] - keys[a]
-        k_rows, v_rows = _padded(k[keys[a] : keys[a + 1], h]), _padded(v[keys[a] : keys[a + 1], h])
+        k_rows, v_rows = (
+            _pad_to_tiles(k[keys[a] : keys[a + 1], h]),
+            _pad_to_tiles(v[keys[a] : keys[a + 1], h]),
+        )
         k_columns, v_columns = np.ascontiguousarray(k_rows.T), np.ascontiguousarray(v_rows.T)
         dk_rows, dv_rows = np.zeros((2, *k_rows.shape), np.float32)
+        # The order of blocks and of heads fixes the order of each key's sum.
         for top in range(queries[a], queries[a + 1], BLOCK_TOKENS):
             tokens = slice(top, min(top + BLOCK_TOKENS, queries[a + 1]))
             heads, size = slice(h * G, h * G + G), tokens.stop - top
-            x, dx = _rows(q[tokens, heads]), _rows(dout[tokens, heads])
+            x, dx = _pack_rows(q[tokens, heads]), _pack_rows(dout[tokens, heads])
             y = np.zeros(x.shape, np.float32)
             p, s = np.zeros((2, len(x), len(k_rows)), np.float32)
             first = num_keys - num_tokens + top - queries[a] + 1
             for row in range(0, size * G, ROWS):
+                # The scores are computed again: the forward keeps none.
                 four, last = slice(row, row + ROWS), min(row + ROWS, size * G) - 1
                 seen = first + last // G
-                base, width = _first_key(first + row // G, window), _whole(seen, COLUMNS)
+                base, width = _find_first_key(first + row // G, window), _round_up(seen, COLUMNS)
                 _add_product(x[four], k_columns[:, base:], D, p[four, base:width])
                 _add_product(dx[four], v_columns[:, base:], D, s[four, base:width])
                 for i in range(row, row + ROWS):
                     count = first + min(i, last) // G - base
-                    total = _softmax(p[i, base:], max(0, count - window), count, lanes)
-                    _softmax_gradient(p[i, base:], s[i, base:], count, total, lanes)
+                    total = _compute_softmax(p[i, base:], max(0, count - window), count, lanes)
+                    _compute_softmax_gradient(p[i, base:], s[i, base:], count, total, lanes)
                 _add_product(s[four, base:], k_rows[base:], seen - base, y[four])
             for row in range(size * G):
                 dq[top + row // G, h * G + row % G] = y[row, :D]
-            seen = _whole(first + size - 1, ROWS)
+            # A key's gradient is a sum over the queries of all heads of its group.
+            seen = _round_up(first + size - 1, ROWS)
             for g in range(G):
                 _add_product(s[g : size * G : G].T, x[g::G], size, dk_rows[:seen])
                 _add_product(p[g : size * G : G].T, dx[g::G], size, dv_rows[:seen])

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl.models.attention import PackedAttention, SequenceLayout, keys_and_values
+from rl.models.attention import PackedAttention, SequenceLayout, select_keys
 from rl.models.decoder import Attention, Decoder, FeedForward
 from rl.models.spec import ModelSpec
 
@@ -46,6 +46,7 @@ def make_batch_invariant(model: nn.Module, *, spec: ModelSpec, device: torch.dev
         _split_no_sums()
     for module in model.modules():
         if isinstance(module, Decoder):
+            # Trainer and samplers pad the tokens of each forward to it.
             module.row_multiple = ROW_MULTIPLE
         if isinstance(module, Attention) and isinstance(module.core, PackedAttention):
             window = module.core.window
@@ -67,6 +68,7 @@ def _split_no_sums() -> None:
     """Configure this process's matrix products on a GPU as vLLM does on Hopper, before the first
     product.
     """
+    # The libraries read these when they are first used.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
     matmul: Any = torch.backends.cuda.matmul
@@ -109,6 +111,6 @@ class InvariantAttention(nn.Module):
         """Return [t, H, D]."""
         from rl.models.batch_invariant.functions import attend
 
-        k_NKD, v_NKD = keys_and_values(k_tKD, v_tKD, layout)
+        k_NKD, v_NKD = select_keys(k_tKD, v_tKD, layout)
         queries_S, keys_S = (x.long().numpy() for x in (layout.query_offsets, layout.key_offsets))
         return attend(q_tHD, k_NKD, v_NKD, queries_S, keys_S, window=self.window)

@@ -37,38 +37,43 @@ def check_machine(
     tensor_parallel_degree: int = 1,
     float32_head: bool = False,
 ) -> None:
-    """Test a model's layers with up to `max_rows` rows, with the calling thread's number of
-    threads.
+    """Test a model's layers with up to `max_rows` rows, on the calling thread's number of threads.
 
     Args:
-        dtype: of all products, but that of the output head with `float32_head`.
+        dtype: dtype of all products, but that of the output head with `float32_head`.
 
     Raises:
         ValueError: naming the first failing layer, its dtype and the numbers of rows that differ.
     """
-    for fan_in, fan_out in sorted(
-        set(linear_shapes(config, tensor_parallel_degree=tensor_parallel_degree))
-    ):
+    shapes = set(list_linear_shapes(config, tensor_parallel_degree=tensor_parallel_degree))
+    for fan_in, fan_out in sorted(shapes):
         check_product(fan_in, fan_out, dtype=dtype, max_rows=max_rows)
     if float32_head:
         fan_out = round(config.vocab_size / tensor_parallel_degree)
         check_product(config.dim, fan_out, dtype=torch.float32, max_rows=max_rows)
-    counts, vocab_size = row_counts(max_rows), config.vocab_size
+
+    counts, vocab_size = list_row_counts(max_rows), config.vocab_size
     for width in sorted({config.dim, config.block.attention.head_dim}):
         norm = config.build_norm(width).to(dtype)
         check_rows(f"RMSNorm of width {width}", norm, width=width, dtype=dtype, counts=counts)
+
     # A step samples for any number of requests, without padding.
     batches = [1, 2, 3, 5, 7, *(count + 1 for count in counts if count * vocab_size <= MAX_LOGITS)]
     for name, layer in (("log_softmax", lambda x: x.log_softmax(-1)), ("exp", torch.exp)):
         check_rows(
-            f"{name} of {vocab_size} logits", layer, width=vocab_size, dtype=torch.float32,
-            counts=batches, tile=1,
-        )  # fmt: skip
+            f"{name} of {vocab_size} logits",
+            layer,
+            width=vocab_size,
+            dtype=torch.float32,
+            counts=batches,
+            tile=1,
+        )
 
 
 @cache
 def check_product(fan_in: int, fan_out: int, *, dtype: torch.dtype, max_rows: int) -> None:
     """Test a linear layer at different numbers of rows; raise ValueError as `check_rows`."""
+    # Cached: trainer and generator of one process ask for the same layers.
     most = max(ROW_MULTIPLE, MAX_PRODUCTS / (fan_in * fan_out))
     weight = torch.randn(fan_out, fan_in, generator=torch.Generator().manual_seed(0))
     weight = weight.mul_(fan_in**-0.5).to(dtype)
@@ -77,20 +82,19 @@ def check_product(fan_in: int, fan_out: int, *, dtype: torch.dtype, max_rows: in
         lambda x: F.linear(x, weight),
         width=fan_in,
         dtype=dtype,
-        counts=[count for count in row_counts(max_rows) if count <= most],
+        counts=[count for count in list_row_counts(max_rows) if count <= most],
     )
 
 
-def row_counts(max_rows: int) -> list[int]:
-    """Return multiples of the tile: all small ones, then increasingly sparse ones up to
-    `max_rows`.
-    """
+def list_row_counts(max_rows: int) -> list[int]:
+    """Return multiples of the tile up to `max_rows`: all small, and some large multiples."""
+    # Libraries change their kernels at small sizes, and at some large ones.
     tiles = -(-max_rows // ROW_MULTIPLE)
     counts = {*range(1, 9), *(round(2 ** (i / 2)) for i in range(6, 40)), tiles}
     return [count * ROW_MULTIPLE for count in sorted(counts) if count <= tiles]
 
 
-def linear_shapes(
+def list_linear_shapes(
     config: Decoder.Config, *, tensor_parallel_degree: int
 ) -> Iterator[tuple[int, int]]:
     """Yield input and output features of each product of one rank."""
@@ -118,9 +122,7 @@ def check_rows(
     counts: Iterable[int],
     tile: int = ROW_MULTIPLE,
 ) -> None:
-    """Raise ValueError if rows in batches of different sizes differ from the same rows in tiles on
-    one thread.
-    """
+    """Raise ValueError if rows in batches differ from the same rows in tiles on one thread."""
     counts = list(counts)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(max(counts), width, generator=generator).to(dtype)
@@ -130,13 +132,15 @@ def check_rows(
         rows = torch.cat([layer(part) for part in x.split(tile)])
     finally:
         use_threads(threads)
-    different = [
-        count for count in counts if not torch.equal(layer(x[:count].clone()), rows[:count])
-    ]
+
+    different: list[str] = []
+    for count in counts:
+        if not torch.equal(layer(x[:count].clone()), rows[:count]):
+            different.append(str(count))
     if different:
         kind = str(dtype).removeprefix("torch.")
         machine = f"{processor()}, PyTorch {torch.__version__}, {threads} threads"
-        batches = ", ".join(map(str, different))
+        batches = ", ".join(different)
         raise ValueError(
             f"batch_invariant=True: must be False on this machine ({machine}): {name} in {kind} "
             f"gives other bits in batches of {batches} rows than in tiles of {tile}"
@@ -149,5 +153,7 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()  # ARM's cpuinfo has no names.

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl.models.batch_invariant.probe import check_machine, check_rows, row_counts
+from rl.models.batch_invariant.probe import check_machine, check_rows, list_row_counts
 from rl.models.qwen3 import model_registry
 
 TINY = model_registry("tiny").model
@@ -40,5 +40,9 @@ def test_layer_that_mixes_rows_is_rejected():
         ValueError, match="centred in float32 gives other bits in batches of 64, 96 rows"
     ):
         check_rows(
-            "centred", lambda x: x - x.mean(0), width=8, dtype=torch.float32, counts=row_counts(96)
+            "centred",
+            lambda x: x - x.mean(0),
+            width=8,
+            dtype=torch.float32,
+            counts=list_row_counts(96),
         )
