@@ -1,5 +1,5 @@
-"""Settings of a run and of the actors that it starts; `actors.preflight.checks` compares them with each
-other.
+"""Settings of a run and of the actors that it starts; `actors.preflight.checks` compares them with
+each other.
 """
 
 from __future__ import annotations

@@ -27,12 +27,12 @@ from actors.preflight.plan import Plan, describe_source, make_plan
 from actors.run import FROM_THE_BEGINNING, Run, load_weights, open_folder, start_run
 from losses.types import uses_proximal_logprobs
 from rl.config.configurable import Configurable
-from rl.config.json import changed_fields, to_dict
+from rl.config.json import list_changed_fields, to_dict
 from rl.config.registry import ExplanationForm, ResolvedRun
 from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.loop.stop_request import StopRequest
-from rl.observability.console import print_line, summary
+from rl.observability.console import describe_results, print_line
 from rl.observability.events import read_events
 from rl.observability.machine import LimitSink
 from rl.observability.metrics import (
@@ -45,18 +45,18 @@ from rl.observability.metrics import (
 from rl.observability.recorder import Recorder
 from rl.observability.run_folder import RunFolder
 from rl.observability.sinks import RunSinks, open_sinks
-from rl.training.checkpoint_config import LoadSource, find_load_source, own_checkpoint
+from rl.training.checkpoint_config import LoadSource, find_load_source, find_own_checkpoint
 from rl.training.checkpoint_files import (
     ADAPTER_FOLDER,
     HF_FOLDER,
-    damaged_folders,
-    saved_steps,
+    list_damaged_folders,
+    list_steps,
 )
 from rl.types import LoopPosition
 from rl.utils.errors import RunError, StopRequestedError
 from rl.utils.files import remove
-from rl.utils.printing import say
-from rl.utils.processes import rare_collections
+from rl.utils.printing import print_text
+from rl.utils.processes import reduce_collections
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Controller(Configurable):
         if config.launch.dry_run:
             self._try_run(config)
             for placement in place_actors(config, num_gpus=count_gpus()).all:
-                say(placement.describe())
+                print_text(placement.describe())
             return Path(config.dump_folder)
         source = replace(self.source, config=config)
         with open_folder(config, source=source) as (folder, plan):
@@ -99,7 +99,7 @@ class Controller(Configurable):
             self._train(plan, folder)
             run_s = time.monotonic() - began_s
         records = read_metrics(folder.metrics)
-        print_line(summary(records, folder=folder, run_s=run_s, config=to_dict(config)))
+        print_line(describe_results(records, folder=folder, run_s=run_s, config=to_dict(config)))
         return folder.path
 
     def _try_run(self, config: RunConfig) -> None:
@@ -109,13 +109,13 @@ class Controller(Configurable):
             folder = RunFolder.to_read(resumes, checkpoints=config.trainer.checkpoint.shared_folder)
             # That this run is a dry one is no change of the config.
             real_run = replace(config, launch=replace(config.launch, dry_run=False))
-            for change in changed_fields(folder.config_json, real_run):
-                say(f"changed: {change}")
+            for change in list_changed_fields(folder.config_json, real_run):
+                print_text(f"changed: {change}")
         plan = make_plan(config, resumes=folder)
         for line in describe_source(plan):
-            say(line)
+            print_text(line)
         if folder is not None and plan.resumed is None:
-            say(FROM_THE_BEGINNING)
+            print_text(FROM_THE_BEGINNING)
 
     def explain(self, form: ExplanationForm) -> int:
         """Print the run of this config and what is refused of it; return the exit status.
@@ -129,10 +129,10 @@ class Controller(Configurable):
     def _train(self, plan: Plan, folder: RunFolder) -> None:
         try:
             # Collections would take a fifth of this process's time, and find nothing.
-            with rare_collections():
+            with reduce_collections():
                 asyncio.run(self._train_on_actors(plan, folder))
         except BaseException as error:
-            if saved_steps(folder.checkpoints):
+            if list_steps(folder.checkpoints):
                 print_line(f"continue with --resume {folder.path}", stream=sys.stderr)
             if not isinstance(error, ValueError):
                 raise
@@ -215,7 +215,7 @@ class Training:
         if self._has_begun:
             self._go_back(source)
         self._has_begun = True
-        with MetricsWriter(self.folder.metrics) as metrics, sinks.attempt():
+        with MetricsWriter(self.folder.metrics) as metrics, sinks.show_attempt():
             loop = self._build_loop(metrics=metrics, sinks=sinks, position=position, source=source)
             in_background = self.config.trainer.checkpoint.async_mode != "disabled"
             async with _finish_last_save(run, in_background=in_background):
@@ -233,7 +233,7 @@ class Training:
         """Return the latest checkpoint of the run, or else the one of the config."""
         folder, asked = self.folder.checkpoints, self.plan.source
         if self._has_begun and self.config.trainer.checkpoint.saves:
-            own = own_checkpoint(folder, num_steps=self.config.loop.num_steps)
+            own = find_own_checkpoint(folder, num_steps=self.config.loop.num_steps)
             if own is not None:
                 return asked if asked is not None and asked.path == own.path else own
         if asked is None or asked.path.is_dir():
@@ -247,7 +247,7 @@ class Training:
         )
 
     def _report_damaged(self) -> None:
-        for path in damaged_folders(self.folder.checkpoints):
+        for path in list_damaged_folders(self.folder.checkpoints):
             if path.name not in self._damaged:
                 self._damaged.add(path.name)
                 self.run.events.add("checkpoint_damaged", set_aside=path.name)

@@ -22,7 +22,7 @@ from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.distributed.process_group import World
 from rl.models.spec import ModelSpec
-from rl.observability.machine import MachineLimits, machine_limits
+from rl.observability.machine import MachineLimits, measure_limits
 from rl.observability.spans import span
 from rl.types import BoxSum, Completion, SamplingParams
 from rl.utils.processes import use_threads
@@ -141,9 +141,9 @@ class VLLMGenerator(Actor, Configurable):
         if world.rank:
             return None
         measure = partial(
-            machine_limits, dtype=dtype, num_bytes=num_bytes, device=world.default_device()
+            measure_limits, dtype=dtype, num_bytes=num_bytes, device=world.default_device()
         )
-        return await self._require_engine().aside(measure)
+        return await self._require_engine().run_between_steps(measure)
 
     async def _pull(
         self, store: WeightStore, snapshot: Snapshot, state_dict: dict[str, Tensor]

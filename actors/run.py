@@ -27,19 +27,19 @@ from actors.cluster.cluster import Cluster, start_cluster
 from actors.cluster.publisher import GeneratorPool
 from actors.config import RunConfig
 from actors.launch.calls import ActorCallError
-from actors.launch.cleanup import temporary_files
-from actors.launch.launcher import Launcher, supervised
+from actors.launch.cleanup import guard_temporary_files
+from actors.launch.launcher import Launcher, supervise
 from actors.launch.member import LogSettings, record_process
 from actors.launch.placement import count_gpus, fit_to_devices
 from actors.preflight.explain import find_options_set_in_vain
 from actors.preflight.limits import measure_limits
 from actors.preflight.plan import Plan, make_plan
-from rl.config.json import changed_fields, to_dict, write_defaults, write_json
+from rl.config.json import list_changed_fields, to_dict, write_defaults, write_json
 from rl.config.registry import ResolvedRun
 from rl.config.tree import check_fields, replace_values
 from rl.loop.stop_request import StopRequest
 from rl.loop.warmup import SupervisedWarmup
-from rl.observability.console import print_line, progress
+from rl.observability.console import print_line, show_progress
 from rl.observability.events import Events, write_environment
 from rl.observability.logs import setup_logging
 from rl.observability.machine import RunLimits
@@ -52,10 +52,10 @@ from rl.rollouts.rubric import Rubric
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import CheckpointConfig, LoadSource
 from rl.training.checkpoint_files import DamagedCheckpointError, put_aside
-from rl.training.checkpoint_tensors import exclusions_of_own
-from rl.training.failures import unwritten
-from rl.utils.files import folder_errors, locked_folder
-from rl.utils.proxies import exempt_loopback
+from rl.training.checkpoint_tensors import select_own_exclusions
+from rl.training.failures import raise_if_unwritten
+from rl.utils.files import hold_folder_lock, name_folder_errors
+from rl.utils.proxies import allow_loopback
 from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         raise RuntimeError(
             "this process runs actors already: leave the block of the other run first"
         )
-    exempt_loopback()
+    allow_loopback()
     check_fields(config)  # a script may have edited it
     config = fit_to_devices(config, num_gpus=count_gpus())
     source = ResolvedRun(module="script", function="open_run", config=config)
@@ -161,7 +161,7 @@ def _lock_shared_checkpoints(config: CheckpointConfig) -> AbstractContextManager
         "only one run at a time may save there: choose another trainer.checkpoint.folder, or "
         "trainer.checkpoint.load_only"
     )
-    return locked_folder(
+    return hold_folder_lock(
         config.shared_folder, as_what="trainer.checkpoint.folder", otherwise=otherwise
     )
 
@@ -198,12 +198,12 @@ def _resume_folder(
     shared = config.trainer.checkpoint.shared_folder
     with RunFolder.resume(source.resumes, checkpoints=shared) as folder:
         # Before the new config replaces the one of the earlier attempt.
-        changes = changed_fields(folder.config_json, config)
+        changes = list_changed_fields(folder.config_json, config)
         # The plan may set damaged checkpoints aside, which the log tells.
         with _open_log(folder, config):
             plan = make_plan(config, resumes=folder)
         _write_start(folder, plan, source)
-        folder.reopen()
+        folder.resume_writing()
         yield folder, plan, changes
 
 
@@ -213,12 +213,12 @@ def _write_start(folder: RunFolder, plan: Plan, source: ResolvedRun) -> None:
     Raises:
         ValueError: a file cannot be written; nothing is started yet.
     """
-    with folder_errors(folder.config_json, "written"):
+    with name_folder_errors(folder.config_json, "written"):
         write_json(source, folder.config_json)
     if source.defaults is not None:
-        with folder_errors(folder.defaults_json, "written"):
+        with name_folder_errors(folder.defaults_json, "written"):
             write_defaults(source, folder.defaults_json)
-    with unwritten(str(plan.start.folder)):
+    with raise_if_unwritten(str(plan.start.folder)):
         plan.start.make()
 
 
@@ -301,13 +301,13 @@ async def start_run(
     store = config.weights.build(dtype=config.generator.dtype, run_folder=folder.path)
     # The folder of temporary files is on this machine only.
     on_disk: AbstractContextManager[None] = (
-        nullcontext() if config.launch.on_cluster else temporary_files()
+        nullcontext() if config.launch.on_cluster else guard_temporary_files()
     )
     try:
         with on_disk:
-            async with supervised(stop=stop) as launcher:
+            async with supervise(stop=stop) as launcher:
                 rubric = plan.task.rubric(seed=config.seed)
-                with progress("starting the actors (import, load, compile)"):
+                with show_progress("starting the actors (import, load, compile)"):
                     cluster = await _start_cluster(
                         config,
                         plan=plan,
@@ -411,7 +411,7 @@ async def load_weights(
         exclude = None
         if source.whole:
             # A run leaves less out of its own: what is only compared, or could not be read.
-            exclude = exclusions_of_own(patterns, model_only=source.model_only)
+            exclude = select_own_exclusions(patterns, model_only=source.model_only)
         try:
             version = await trainer.load_checkpoint(
                 str(source.path), model_only=source.model_only, exclude=exclude
@@ -441,7 +441,7 @@ async def _warm_up(
         warmup: SupervisedWarmup = config.warmup.build(
             trainer=trainer, renderer=plan.renderer, environments=plan.environments
         )
-        with progress("warm-up", total=config.warmup.num_steps) as advance:
+        with show_progress("warm-up", total=config.warmup.num_steps) as advance:
             await warmup.run(
                 plan.task.warmup_problems(seed=config.seed),
                 on_step=lambda loss: advance(note=f"loss {loss:.3f}"),

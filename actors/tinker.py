@@ -25,7 +25,7 @@ from actors.cluster.cluster import Cluster, start_cluster
 from actors.config import ClusterConfig, LaunchConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
 from actors.launch.calls import ActorCallError, ActorLostError
-from actors.launch.cleanup import temporary_files
+from actors.launch.cleanup import guard_temporary_files
 from actors.launch.launcher import Launcher
 from actors.launch.member import LogSettings
 from actors.launch.placement import count_gpus, place_actors, trains_on_gpu
@@ -33,7 +33,7 @@ from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
 from rl.config.rules import check_rules, select_rules
-from rl.config.tree import named_as_options
+from rl.config.tree import name_as_options
 from rl.models.generate import Interrupted, PromptLogprobs
 from rl.models.lora import LoRA
 from rl.observability.console import print_line
@@ -41,11 +41,11 @@ from rl.observability.spans import span
 from rl.run_rules import RULES
 from rl.tinker.backend import Base, TinkerBackend, Workers
 from rl.tinker.types import LimitReachedError
-from rl.training.checks import trainer_checks
+from rl.training.checks import list_trainer_checks
 from rl.training.engine import TrainingEngine
 from rl.training.models import ModelError, TrainedModels, check_config
-from rl.types import Completion, SamplingParams, ServeResult
-from rl.utils.files import make_folder, remove_leftovers, temporary_folder
+from rl.types import Completion, PullResult, SamplingParams
+from rl.utils.files import make_folder, make_temporary_folder, remove_leftovers
 from rl.weights.store import WeightStore
 from rl.weights.types import SharedMemoryError, WeightStoreError
 
@@ -169,9 +169,9 @@ class ActorBackend(TinkerBackend):
             training=trainer.training, cache=config.cache, context=config.generator.max_model_len
         )
         spec = base.spec
-        with named_as_options("trainer", trainer):
+        with name_as_options("trainer", trainer):
             device_type = "cuda" if trains_on_gpu(config.launch, num_gpus=count_gpus()) else "cpu"
-            for check in trainer_checks(
+            for check in list_trainer_checks(
                 trainer, spec, world_size=trainer.num_procs, device_type=device_type
             ):
                 check()
@@ -186,7 +186,7 @@ class ActorBackend(TinkerBackend):
             raise RuntimeError("this process has actors already: close what runs them first")
         config, resources = self.config, ExitStack()
         if not config.launch.on_cluster:
-            resources.enter_context(temporary_files())
+            resources.enter_context(guard_temporary_files())
         folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="relay-tinker-")))
         logs = (
             Path(config.log_folder).expanduser().absolute()
@@ -198,7 +198,7 @@ class ActorBackend(TinkerBackend):
             make_folder(logs, "the folder of the logs")
             remove_leftovers(logs)
             # Other hosts see the folder of the logs, which servers may share.
-            weights = resources.enter_context(temporary_folder(logs / "weights"))
+            weights = resources.enter_context(make_temporary_folder(logs / "weights"))
             store: WeightStore = config.weights.build(
                 dtype=config.generator.dtype, run_folder=weights
             )
@@ -290,7 +290,7 @@ class ActorWorkers(TrainerClient):
         self._versions.add(version)
         return version
 
-    async def serve(self, version: int) -> ServeResult:
+    async def serve(self, version: int) -> PullResult:
         return await self._pool.serve(version)
 
     async def forget(self, version: int) -> None:

@@ -27,7 +27,7 @@ from rl.config.tree import check_bounds
 from rl.distributed.process_group import World
 from rl.engine_client import EngineClient, FileUse, bind_method
 from rl.models.spec import ModelSpec
-from rl.observability.machine import MachineLimits, machine_limits
+from rl.observability.machine import MachineLimits, measure_limits
 from rl.observability.spans import span
 from rl.training.device_memory import use_growing_segments
 from rl.training.engine import TrainingEngine
@@ -212,7 +212,7 @@ class PolicyTrainer(Actor, Configurable):
         if self._rank != 0:
             return None
         device = World.from_env().default_device()
-        measure = partial(machine_limits, dtype=dtype, num_bytes=num_bytes, device=device)
+        measure = partial(measure_limits, dtype=dtype, num_bytes=num_bytes, device=device)
         return await self._compute(measure)
 
     @concurrent_endpoint

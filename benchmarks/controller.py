@@ -56,13 +56,13 @@ from rl.types import (
     OptimParams,
     OptimStepResult,
     Problem,
+    PullResult,
     Rollout,
     SamplingParams,
     Score,
-    ServeResult,
     TrainingSample,
 )
-from rl.utils.processes import ProcessId, identify, rare_collections, without_collections
+from rl.utils.processes import ProcessId, disable_collections, identify, reduce_collections
 from tests.support.fakes import ByteTokenizer
 
 GROUP_SIZE = 16
@@ -236,10 +236,10 @@ class FakeActors:
         await asyncio.sleep(0)
         return self._version
 
-    async def serve(self, policy_version: int) -> ServeResult:
+    async def serve(self, policy_version: int) -> PullResult:
         await asyncio.sleep(0)
         self._mesh.version = policy_version
-        return ServeResult()
+        return PullResult()
 
 
 def processes(pid: int) -> dict[int, ProcessId]:
@@ -442,9 +442,9 @@ def main(arguments: list[str] | None = None) -> None:
         or any(size < GROUP_SIZE or size % GROUP_SIZE for size in sizes)
     ):
         raise SystemExit("--repeats and --tokens must be at least 1, --sizes multiples of 16")
-    with without_collections():  # like a run, which imports everything within it
+    with disable_collections():  # like a run, which imports everything within it
         gc.collect()
-    with rare_collections():
+    with reduce_collections():
         costs = measure(sizes=sizes, repeats=repeats, tokens=args.tokens)
     result = figures(costs, waiting_calls=asyncio.run(measure_waiting(NUM_WAITING)))
     for row in result["rows"]:

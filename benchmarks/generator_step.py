@@ -45,13 +45,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from actors.vllm.compat import model_runner
+from actors.vllm.compat import get_model_runner
 from actors.vllm.engine import GeneratorEngine
 from benchmarks.processes import tiny_assets
 from rl.models.hf import HFFolder, read_parameters
-from rl.models.model_cost import ModelWork, model_work
+from rl.models.model_cost import ModelWork, count_work
 from rl.models.spec import spec_from_hf
-from rl.observability.machine import MachineLimits, machine_limits
+from rl.observability.machine import MachineLimits, measure_limits
 from rl.types import SamplingParams
 from rl.utils.processes import use_threads
 
@@ -94,7 +94,7 @@ def watch_engine(engine: GeneratorEngine, models: list[nn.Module]) -> PartClock:
     clock = PartClock()
     core = engine._core
     vllm_core = core._client.engine_core
-    runner = model_runner(core._client)
+    runner = get_model_runner(core._client)
     clock.watch(core, "step", "output")
     clock.watch(vllm_core.scheduler, "schedule", "schedule")
     clock.watch(vllm_core.scheduler, "update_from_output", "output")
@@ -120,7 +120,7 @@ def vllms_model(engine: GeneratorEngine, folder: str) -> nn.Module:
     from vllm.model_executor.models import ModelRegistry
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    runner = model_runner(engine._core._client)
+    runner = get_model_runner(engine._core._client)
     config, opened = runner.vllm_config.model_config, HFFolder(folder)
     with set_default_torch_dtype(config.dtype):
         kind, _ = ModelRegistry.resolve_model_cls(opened.config["architectures"], config)
@@ -144,7 +144,7 @@ async def one_call(
         for _ in range(sequences // NUM_SAMPLES)
     ]
     sampling = SamplingParams(max_tokens=tokens, num_samples=NUM_SAMPLES, seed=seed)
-    await engine.aside(engine._core._client.reset_prefix_cache)
+    await engine.run_between_steps(engine._core._client.reset_prefix_cache)
     clock.clear()
     started, cpu_started = time.perf_counter(), time.process_time()
     await engine.generate(prompts, sampling=sampling)
@@ -181,10 +181,12 @@ def least_s(
     """
     drawn = sequences * tokens
     attended = drawn * (PROMPT_LENGTH + tokens / 2)
-    flops = work.sampling_flops(
+    flops = work.count_sampling_flops(
         tokens=drawn + PROMPT_LENGTH * sequences // NUM_SAMPLES, attended=attended
     )
-    read = work.sampling_bytes(steps=tokens, tokens=drawn, attended=attended, itemsize=itemsize)
+    read = work.count_sampling_bytes(
+        steps=tokens, tokens=drawn, attended=attended, itemsize=itemsize
+    )
     return max(flops / limits.flops_per_s, read / limits.memory_bytes_per_s)
 
 
@@ -202,15 +204,15 @@ async def start_engine(args: argparse.Namespace, folder: str) -> GeneratorEngine
     if args.compiled:  # which relay's own engine never does on a CPU
         from actors.vllm import core
 
-        make = core.engine_args
-        core.engine_args = lambda *values, **options: replace(
+        make = core.build_engine_args
+        core.build_engine_args = lambda *values, **options: replace(
             make(*values, **options), enforce_eager=False
         )
     engine = GeneratorEngine(config=config, model_spec=spec, hf_assets_path=folder)
     await engine.start()
 
     async def write(state_dict: dict[str, Tensor]) -> None:
-        names = opened.present(state_dict, spec.adapter(spec.model))
+        names = opened.list_present(state_dict, spec.adapter(spec.model))
         for name, tensor in read_parameters(opened, spec.adapter(spec.model), names):
             state_dict[name].copy_(tensor)
 
@@ -220,16 +222,16 @@ async def start_engine(args: argparse.Namespace, folder: str) -> GeneratorEngine
 
 async def benchmark(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     engine = await start_engine(args, folder)
-    runner = model_runner(engine._core._client)
+    runner = get_model_runner(engine._core._client)
     sides = {"ours": runner.model}
     if args.vllm:
-        sides["vllm"] = await engine.aside(partial(vllms_model, engine, folder))
+        sides["vllm"] = await engine.run_between_steps(partial(vllms_model, engine, folder))
     clock = watch_engine(engine, list(sides.values()))
-    work = model_work(engine._core.model.config)
+    work = count_work(engine._core.model.config)
     itemsize = getattr(torch, args.dtype).itemsize
-    limits = await engine.aside(
+    limits = await engine.run_between_steps(
         partial(
-            machine_limits,
+            measure_limits,
             dtype=args.dtype,
             num_bytes=work.read * itemsize,
             device=torch.device("cpu"),

@@ -13,9 +13,9 @@ weights.
     relay_invariant      synchronous, in the batch-invariant mode, which TRL does not have
     trl                  generation by transformers, all weights in the dtype
     trl_autocast         bfloat16: float32 weights under autocast (`bf16=True`)
-    trl_vllm             generation by vLLM in the trainer's process, which keeps its first weights: on a
-                         CPU vLLM packs its weights, and TRL's update of them fails. A bound for a
-                         TRL that could
+    trl_vllm             generation by vLLM in the trainer's process, which keeps its first
+                         weights: on a CPU vLLM packs its weights, and TRL's update of them
+                         fails. A bound for a TRL that could
 
 tiny is a random model of 0.8M parameters. smollm2 is SmolLM2-135M-Instruct (or another model of the
 Llama family: `--assets`) on sums of two digits through its chat template; its end token is replaced

@@ -169,7 +169,7 @@ async def measure(folder: Path, *, rounds: int, tokens: int) -> dict[str, list[f
     )
     backend = LocalBackend(engine, spec=spec, hf_assets_path=str(assets), device="cpu")
     async with opened as told, backend as local:
-        with told.attempt():
+        with told.show_attempt():
             sides = Sides(recorded=recorded, recorder=recorder, sinks=(metrics, told), told=told)
             task = config.task.build()
             rewards = RewardProcess(rubric=task.rubric(seed=0), time_limit_s=30.0)

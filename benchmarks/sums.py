@@ -53,11 +53,11 @@ def write_prompts(file: Path, *, assets: str, num_prompts: int) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(assets)
-    source = Source.of(
+    source = Source.load(
         "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     )
     with file.open("w", encoding="utf-8") as lines:
-        for problem in map(source.problem, range(num_prompts)):
+        for problem in map(source.make_problem, range(num_prompts)):
             message = {"role": "user", "content": problem.question}
             prompt = tokenizer.apply_chat_template(
                 [message], tokenize=False, add_generation_prompt=True

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.train_step import Workload, padded_micro_batches
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.compile import CompileConfig, compile_blocks, compile_function
-from rl.models.batch_invariant.probe import processor
+from rl.models.batch_invariant.probe import read_processor
 from rl.models.decoder import Decoder, FeedForward
 from rl.models.spec import ModelSpec
 from rl.models.spec import model_spec as spec_of
@@ -240,7 +240,7 @@ def describe(workload: Workload) -> dict[str, Any]:
     attention = config.block.attention
     width = config.num_layers * attention.num_heads * attention.head_dim
     lengths = workload.lengths()
-    hardware, peak_flops = f"{os.cpu_count()} cores of {processor()}", None
+    hardware, peak_flops = f"{os.cpu_count()} cores of {read_processor()}", None
     if workload.device == "cuda":
         hardware = torch.cuda.get_device_name()
         known = (flops for name, flops in PEAK_FLOPS.items() if name in hardware)

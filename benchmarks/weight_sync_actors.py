@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from rl.distributed.compat import gpus_with_context
+from rl.distributed.compat import find_gpus_with_context
 from rl.distributed.process_group import World
 from rl.types import BoxSum
 from rl.weights import store as weights
@@ -143,7 +143,7 @@ class SyncRank(Actor):
     @endpoint
     async def foreign_contexts(self) -> list[int]:
         """Return the GPUs of other ranks on which this process has a context."""
-        return [gpu for gpu in gpus_with_context() if gpu != self._device.index]
+        return [gpu for gpu in find_gpus_with_context() if gpu != self._device.index]
 
     @endpoint
     async def put_by_torchstore(self, store_name: str, version: int) -> None:

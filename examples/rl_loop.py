@@ -34,7 +34,7 @@ from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
 from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
-from rl.rollouts.samples import demonstration_sample, policy_sample
+from rl.rollouts.samples import make_demonstration_sample, policy_sample
 from rl.tasks.sum_digits import SumDigits, format_reward, is_correct
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
@@ -115,7 +115,7 @@ async def warm_up(
             prompt_ids = make_prompt(problem, renderer).token_ids
             for reply in problem.demonstrations:
                 reply_ids = renderer.reply(reply, prompt_ids=prompt_ids)
-                samples.append(demonstration_sample(prompt_ids, reply_ids))
+                samples.append(make_demonstration_sample(prompt_ids, reply_ids))
         gradient = await local.forward_backward(samples, loss=CrossEntropyLoss())
 
         # The learning rate rises for 20 steps, then decays.

@@ -33,7 +33,7 @@ from rl.observability.spans import WAITS, ProcessState, read_states
 from rl.observability.stacks import collect_reports, format_reports
 from rl.utils.compat import exit_after
 from rl.utils.files import parse_json, read_regular
-from rl.utils.printing import say, say_error
+from rl.utils.printing import print_error, print_text
 from rl.utils.processes import read_kernel_state
 
 MIN_EXPECTED_S = 60.0
@@ -64,11 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(options.folder).expanduser()
     try:
         health = examine(folder, expected_s=options.expected_s)
-        say(health.text)
+        print_text(health.text)
         stacks = asyncio.run(_report_stacks(health, folder / LOGS))
-        say(f"\n{stacks}" if stacks else "")
+        print_text(f"\n{stacks}" if stacks else "")
     except (ValueError, OSError) as error:
-        say_error(f"error: {error}")
+        print_error(f"error: {error}")
         return 2
     return 1 if health.problems else 0
 

@@ -28,25 +28,25 @@ from torch import Tensor
 
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
-from rl.distributed.sharding import whole_tensor
+from rl.distributed.sharding import gather_whole
 from rl.engine_client import EngineClient, FileUse, bind_method
 from rl.models.batch_invariant.model import make_batch_invariant
 from rl.models.converter import ModelConverters
-from rl.models.decoder import Decoder, persistent_buffers, reset_buffers
+from rl.models.decoder import Decoder, find_persistent_buffers, reset_buffers
 from rl.models.draw_calls import DrawCall, DrawCalls
 from rl.models.generate import (
     DivergedWeightsError,
     Interrupted,
     PromptLogprobs,
-    by_prompt,
+    group_by_prompt,
     prompt_logprobs,
 )
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.observability.spans import span
 from rl.training.engine import TrainingEngine
-from rl.training.models import TrainedModels, adapted
-from rl.types import RUN, Completion, SamplingParams, ServeResult
+from rl.training.models import TrainedModels, add_adapters
+from rl.types import RUN, Completion, PullResult, SamplingParams
 from rl.utils.threads import WorkerThread
 
 ResultT = TypeVar("ResultT")
@@ -127,12 +127,12 @@ class LocalBackend(EngineClient):
 
     def _make_model(self, lora: LoRA.Config | None) -> Decoder:
         """Return a model to sample from, whose parameters have no memory."""
-        spec, converters = adapted(self._spec, lora)
+        spec, converters = add_adapters(self._spec, lora)
         with torch.device("meta"):
             model: Decoder = spec.model.build()
             make_batch_invariant(model, spec=spec, device=self._device)
             model.float32_head = spec.float32_head
-            degrees = ParallelismConfig().degrees(1)
+            degrees = ParallelismConfig().resolve_degrees(1)
             ModelConverters(converters, spec=spec, degrees=degrees, device=self._device).convert(
                 model
             )
@@ -213,7 +213,7 @@ class LocalBackend(EngineClient):
     ) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
         """Generate like `generate`, or until `interrupt` return what is left to do."""
         self._check_open()
-        return await self._go_on(self._calls.new(prompts, sampling=sampling))
+        return await self._go_on(self._calls.create_call(prompts, sampling=sampling))
 
     async def interrupt(self) -> None:
         """Let the calls of `generate_in_turns` that are under way return at their next token."""
@@ -240,7 +240,7 @@ class LocalBackend(EngineClient):
             return Interrupted(
                 resume=partial(self._go_on, call), has_advanced=call.num_drawn > num_tokens
             )
-        return by_prompt(call.completions, sampling=call.sampling)
+        return group_by_prompt(call.completions, sampling=call.sampling)
 
     def _answer(self, call: DrawCall, interruption: int) -> None:
         """Draw a call's completions until an interruption.
@@ -260,7 +260,7 @@ class LocalBackend(EngineClient):
 
             try:
                 if group.drawing.draw(self._model, pauses):
-                    group.finish(group.drawing.completions(self._served_version))
+                    group.finish(group.drawing.collect_completions(self._served_version))
             except DivergedWeightsError as error:
                 # Each of them gets the error when its own turn comes.
                 for member in group.calls:
@@ -322,7 +322,7 @@ class LocalBackend(EngineClient):
 
     def _push(self, model_id: str) -> int:
         engine = self.find_engine(model_id)
-        buffers = persistent_buffers(engine.policy.model)
+        buffers = find_persistent_buffers(engine.policy.model)
         lora: LoRA.Config | None = None
         if model_id == RUN:
             version, weights = engine.policy_version, engine.model_state_dict()
@@ -334,7 +334,7 @@ class LocalBackend(EngineClient):
         with torch.no_grad():
             for name, tensor in weights.items():
                 dtype = tensor.dtype if name in buffers else self._dtype
-                copies[name] = whole_tensor(tensor).detach().to(self._device, dtype, copy=True)
+                copies[name] = gather_whole(tensor).detach().to(self._device, dtype, copy=True)
         self._pushed.pop(version, None)  # A version that was loaded again moves to the end.
         self._pushed[version] = lora, copies
         return version
@@ -342,14 +342,14 @@ class LocalBackend(EngineClient):
     async def forget(self, version: int) -> None:
         del self._pushed[version]
 
-    async def serve(self, policy_version: int) -> ServeResult:
+    async def serve(self, policy_version: int) -> PullResult:
         """Sample from a pushed version in later calls of `generate`; a run drops earlier versions.
 
         Raises:
             ValueError: the version was not pushed, or a later one is served.
         """
         await self._run_in("generator", "pull", self._serve, policy_version)
-        return ServeResult()
+        return PullResult()
 
     def _serve(self, policy_version: int) -> None:
         versions = list(self._pushed)

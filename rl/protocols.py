@@ -20,11 +20,11 @@ from rl.types import (
     Observation,
     OptimParams,
     OptimStepResult,
+    PullResult,
     Reply,
     Rollout,
     SamplingParams,
     Score,
-    ServeResult,
     TrainingSample,
 )
 
@@ -160,7 +160,7 @@ class Publisher(Protocol):
         """
         ...
 
-    async def serve(self, policy_version: int) -> ServeResult:
+    async def serve(self, policy_version: int) -> PullResult:
         """Let all generators pull this version; return when all of them serve it."""
         ...
 

@@ -16,8 +16,8 @@ from typing import Any
 from rl.observability.run_folder import REPORT
 from rl.reporting.html.page import write_report
 from rl.utils.compat import exit_after
-from rl.utils.printing import say, say_error
-from rl.utils.processes import without_collections
+from rl.utils.printing import print_error, print_text
+from rl.utils.processes import disable_collections
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,15 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = Path(options.output).expanduser() if options.output else folders[0] / REPORT
     try:
         # The data lives to the end, and the garbage collector would search it again and again.
-        with without_collections():
+        with disable_collections():
             named = dict(zip(_choose_names(folders), folders, strict=True))
             runs = write_report(named, file, written_s=time.time())
         _print_findings(runs, file)
     except ValueError as error:
-        say_error(f"error: {error}")
+        print_error(f"error: {error}")
         return 2
     except OSError as error:
-        say_error(f"error: {file} cannot be written: {error.strerror or error}")
+        print_error(f"error: {file} cannot be written: {error.strerror or error}")
         return 2
     return 0
 
@@ -43,11 +43,11 @@ def _print_findings(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     # The exit status does not tell of findings, so they stand on the console too.
     for run in runs:
         for problem in run["problems"]:
-            say(f"{run['name']}: {problem}")
+            print_text(f"{run['name']}: {problem}")
         for finding in run["findings"]:
             since = f"{finding['title']}, since step {finding['since_step']}"
-            say(f"{run['name']}: {since}: {finding['sentence']}")
-    say(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
+            print_text(f"{run['name']}: {since}: {finding['sentence']}")
+    print_text(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
 
 
 def _choose_names(folders: Sequence[Path]) -> list[str]:

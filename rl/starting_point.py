@@ -26,8 +26,8 @@ from rl.models.spec import ModelSpec
 from rl.models.tokenizer import (
     TokenizerFingerprint,
     build_byte_tokenizer,
+    compute_fingerprint,
     open_tokenizer,
-    tokenizer_fingerprint,
 )
 from rl.types import TrainingSample
 
@@ -61,9 +61,9 @@ class StartingPoint:
         with self._open_tokenizer_folder() as folder:
             return open_tokenizer(folder, vocab_size=vocab_size)
 
-    def tokenizer_fingerprint(self) -> TokenizerFingerprint:
+    def compute_fingerprint(self) -> TokenizerFingerprint:
         with self._open_tokenizer_folder() as folder:
-            return tokenizer_fingerprint(folder, known_as=self.folder)
+            return compute_fingerprint(folder, known_as=self.folder)
 
     @contextmanager
     def _open_tokenizer_folder(self) -> Iterator[Path]:
@@ -77,7 +77,7 @@ class StartingPoint:
             yield Path(folder)
 
 
-def given_folder(
+def open_model_folder(
     path: Path, *, spec: ModelSpec | None, batch_invariant: bool = False
 ) -> StartingPoint:
     """Open a user's Hugging Face folder.
@@ -107,7 +107,7 @@ def given_folder(
     return StartingPoint(folder=folder.path, spec=spec)
 
 
-def random_model(cache: Path, *, spec: ModelSpec, seed: int) -> StartingPoint:
+def describe_random_model(cache: Path, *, spec: ModelSpec, seed: int) -> StartingPoint:
     """Return a model to be drawn from the seed; nothing is written yet."""
     key = _make_key({"recipe": RECIPE, "model": to_dict(spec.model), "seed": seed})
     return StartingPoint(
@@ -115,7 +115,7 @@ def random_model(cache: Path, *, spec: ModelSpec, seed: int) -> StartingPoint:
     )
 
 
-def warmed_up_model(
+def find_warm_model(
     cache: Path,
     *,
     spec: ModelSpec,
@@ -144,8 +144,8 @@ def warmed_up_model(
     warm = cache / f"{spec.name}-{spec.flavor}-warm-{_make_key(parts)}"
     # It appears by one rename, so that an interrupted warm-up leaves nothing here.
     if warm.exists():
-        return given_folder(warm, spec=spec)
-    return replace(random_model(cache, spec=spec, seed=seed), warmed_up=warm)
+        return open_model_folder(warm, spec=spec)
+    return replace(describe_random_model(cache, spec=spec, seed=seed), warmed_up=warm)
 
 
 def _hash_sample(sample: TrainingSample) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from rl.observability.run_folder import TIMELINE, RunFolder
 from rl.observability.timeline import write_timeline
 from rl.utils.compat import exit_after
-from rl.utils.printing import say, say_error
+from rl.utils.printing import print_error, print_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,12 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # An OSError is of a disk without room, or of a folder that may not be written.
         num_spans = write_timeline(RunFolder.to_read(folder).logs, destination)
-        say(
+        print_text(
             f"{destination}: {num_spans:,} spans; open it at https://ui.perfetto.dev or in "
             "chrome://tracing"
         )
     except (ValueError, OSError) as error:
-        say_error(f"error: {error}")
+        print_error(f"error: {error}")
         return 2
     return 0
 

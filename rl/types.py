@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.utils.printing import shown
+from rl.utils.printing import describe_value
 from rl.utils.sharing import ReadOnlyDict, Shareable, copy_data, freeze_arrays, restore_fields
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -66,7 +66,7 @@ class Message:
     content: str
 
 
-def as_messages(messages: Any, *, name: str = "messages") -> tuple[Message, ...]:
+def read_messages(messages: Any, *, name: str = "messages") -> tuple[Message, ...]:
     """Return the messages of any iterable; raise ValueError if it is none."""
     if type(messages) is tuple:
         return messages
@@ -76,7 +76,9 @@ def as_messages(messages: Any, *, name: str = "messages") -> tuple[Message, ...]
     if isinstance(messages, Message | str | bytes | Mapping | Set) or not isinstance(
         messages, Iterable
     ):
-        raise ValueError(f"{name}={shown(messages)} is a {type(messages).__name__}: {hint}")
+        raise ValueError(
+            f"{name}={describe_value(messages)} is a {type(messages).__name__}: {hint}"
+        )
     return tuple(messages)
 
 
@@ -102,7 +104,8 @@ class Problem(Shareable):
     def __post_init__(self) -> None:
         if not isinstance(self.info, Mapping):
             raise ValueError(
-                f"problem {self.id!r}: info={shown(self.info)} must be a mapping of names to values"
+                f"problem {self.id!r}: info={describe_value(self.info)} must be a mapping of names "
+                "to values"
             )
         info = self.info if isinstance(self.info, dict) else dict(self.info)
         # A frozen class sets its fields as its own __init__ does.
@@ -184,11 +187,11 @@ class Observation:
     def __post_init__(self) -> None:
         # Each rollout makes several of these objects: what is there already is not copied.
         if type(self.messages) is not tuple:
-            object.__setattr__(self, "messages", as_messages(self.messages))
+            object.__setattr__(self, "messages", read_messages(self.messages))
         if type(self.metrics) is not ReadOnlyDict:
             if not isinstance(self.metrics, Mapping):
                 raise ValueError(
-                    f"metrics={shown(self.metrics)} must be a mapping of names to numbers"
+                    f"metrics={describe_value(self.metrics)} must be a mapping of names to numbers"
                 )
             object.__setattr__(
                 self, "metrics", ReadOnlyDict(self.metrics) if self.metrics else NO_METRICS
@@ -213,7 +216,7 @@ class Turn:
 
     def __post_init__(self) -> None:
         if type(self.messages) is not tuple:
-            object.__setattr__(self, "messages", as_messages(self.messages))
+            object.__setattr__(self, "messages", read_messages(self.messages))
         freeze_arrays(self, "prompt_ids")
         freeze_arrays(self.completion, *_ARRAYS)
 
@@ -488,7 +491,7 @@ class BoxSum:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServeResult:
+class PullResult:
     """All generators have pulled a version and passed the parity check."""
 
     parity_diff: float | None = None

@@ -16,13 +16,13 @@ from rl.models.qwen3 import model_registry
 from rl.models.spec import model_spec
 from rl.protocols import Environment
 from rl.rollouts.environment import Environments, SingleTurn
-from rl.rollouts.samples import demonstrated_now
+from rl.rollouts.samples import make_demonstration_samples_now
 from rl.starting_point import (
     NUM_KEYED_DEMONSTRATIONS,
     StartingPoint,
-    given_folder,
-    random_model,
-    warmed_up_model,
+    describe_random_model,
+    find_warm_model,
+    open_model_folder,
 )
 from rl.tasks.sum_digits import SumDigits
 from rl.training.engine import TrainingEngine
@@ -46,12 +46,12 @@ def planned(
         "spec": SPEC,
         "seed": 0,
         "warmup": SupervisedWarmup.Config(),
-        "demonstrations": demonstrated_now(
+        "demonstrations": make_demonstration_samples_now(
             problems, Environments(make=environment or built.environment), renderer=RENDERER
         ),
         "arithmetic": {"dtypes": "float32"},
     }
-    return warmed_up_model(cache, **(arguments | changes))
+    return find_warm_model(cache, **(arguments | changes))
 
 
 def test_planning_writes_nothing_and_knows_its_tokenizer(tmp_path):
@@ -64,7 +64,7 @@ def test_planning_writes_nothing_and_knows_its_tokenizer(tmp_path):
 def test_a_kept_warm_up_is_the_start_of_the_next_run(tmp_path):
     first = planned(tmp_path)
     assert first.warmed_up is not None
-    assert first.folder == random_model(tmp_path, spec=SPEC, seed=0).folder
+    assert first.folder == describe_random_model(tmp_path, spec=SPEC, seed=0).folder
     write_random_model(first.warmed_up, spec=SPEC, seed=7)  # stands for the warmed-up weights
     second = planned(tmp_path)
     assert second == StartingPoint(folder=first.warmed_up, spec=SPEC)
@@ -94,7 +94,7 @@ def test_messages_between_the_replies_shape_the_warm_up(tmp_path):
 
     def folder(answer: str) -> Path | None:
         environments = Environments(make=Factory(turns=1, says=answer))
-        samples = demonstrated_now(two_turns, environments, renderer=RENDERER)
+        samples = make_demonstration_samples_now(two_turns, environments, renderer=RENDERER)
         return planned(tmp_path, demonstrations=samples).warmed_up
 
     assert folder("go on") == folder("go on")
@@ -104,13 +104,13 @@ def test_messages_between_the_replies_shape_the_warm_up(tmp_path):
 def test_folder_decides_family_and_sizes_unless_the_config_does(tmp_path):
     llama = model_spec("llama", "tiny")
     folder = write_random_model(tmp_path / "some-llama", spec=llama, seed=0)
-    start = given_folder(folder, spec=None, batch_invariant=True)
+    start = open_model_folder(folder, spec=None, batch_invariant=True)
     assert start.spec == replace(llama, flavor="some-llama", batch_invariant=True)
-    assert given_folder(folder, spec=llama).spec == llama
+    assert open_model_folder(folder, spec=llama).spec == llama
     with pytest.raises(
         ValueError, match="model_type='llama', not 'qwen3': set any_model_size=True"
     ):
-        given_folder(folder, spec=SPEC)
+        open_model_folder(folder, spec=SPEC)
     config = sum_digits.tiny()
     config.hf_assets_path, config.batch_invariant = str(folder), True
     assert find_untrained_start(config) == start
@@ -133,4 +133,4 @@ def test_fields_that_change_no_result_of_the_weights_are_the_folders(tmp_path):
     like = replace(SPEC, model=rebuild(SPEC.model, changes))
     assert like.model.norm_eps != SPEC.model.norm_eps
     folder = write_random_model(tmp_path / "like", spec=like, seed=0)
-    assert given_folder(folder, spec=SPEC).spec == like
+    assert open_model_folder(folder, spec=SPEC).spec == like

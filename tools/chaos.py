@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.launch.cleanup import carrying_environment
+from actors.launch.cleanup import find_by_environment
 from rl.observability.events import read_events
 from rl.observability.run_folder import EVENTS, ROLLOUTS
 from rl.utils.processes import kill
@@ -58,7 +58,7 @@ def run(
     except subprocess.TimeoutExpired:
         return None
     finally:
-        for left in carrying_environment(OWNER, owner):
+        for left in find_by_environment(OWNER, owner):
             kill(left)
         process.wait()
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from actors.launch.cleanup import with_descendants
+from actors.launch.cleanup import list_with_descendants
 from actors.launch.member import HOOK_VARIABLE
 from rl.observability.spans import RECORDER, ProcessState, read_states
 from rl.utils.processes import ProcessId, identify, kill
@@ -132,4 +132,4 @@ def _victims(victim: str, states: Iterable[ProcessState]) -> list[ProcessId]:
     if any(s.role == "controller" and s.process == host for s in states):
         raise RuntimeError("fault injection: victim=host needs launch.hosts='process'")
     # The host first: it must not see its processes die.
-    return with_descendants([host])
+    return list_with_descendants([host])

@@ -13,8 +13,8 @@ from typing import Any
 from configs.sum_digits import tiny
 from losses import policy
 from losses.cross_entropy import CrossEntropyLoss
-from rl.config.known_names import known_names
-from rl.config.tree import field_docs, is_node, type_name
+from rl.config.known_names import read_known_names
+from rl.config.tree import describe_type, is_node, read_field_docs
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 NAMES_PAGE = PAGE.with_name("known_names.md")
@@ -112,12 +112,12 @@ def sections(cls: type, *, path: str) -> Iterator[tuple[str, type, list[dataclas
 
 def table(cls: type, leaves: list[dataclasses.Field[Any]]) -> list[str]:
     """Return the Markdown table of a class's own options."""
-    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+    hints, docs = typing.get_type_hints(cls), read_field_docs(cls)
     rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
     for field in leaves:
         cells = (
             f"`{field.name}`",
-            f"`{type_name(hints[field.name])}`",
+            f"`{describe_type(hints[field.name])}`",
             default_of(field),
             docs.get(field.name, ""),
         )
@@ -143,7 +143,7 @@ def page() -> str:
 def names_page() -> str:
     """Return the text of docs/known_names.md."""
     parts = [NAMES_HEAD, "## All names", "", "| theirs | | ours | remark |", "|---|---|---|---|"]
-    for known in known_names().values():
+    for known in read_known_names().values():
         ours = ", ".join(f"`{option}`" for option in known.write_options())
         cells = (f"`{known.theirs}`", known.status, ours, known.remark)
         parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -24,11 +24,11 @@ from actors.launch.calls import ActorLostError, ActorTimeoutError
 from actors.reward import RewardActor
 from rl.engine_client import EngineClient, FileUse
 from rl.protocols import ResumableGenerator, Rewarder
-from rl.rollouts.rewards import RewardProcess, longest_s
+from rl.rollouts.rewards import RewardProcess, compute_longest_s
 from rl.rollouts.rubric import Rubric
 from rl.types import Completion, Rollout, SamplingParams, Score
 from rl.utils.errors import RunError
-from rl.utils.threads import all_or_cancel
+from rl.utils.threads import gather_or_cancel
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class RewardClient:
 
     Each group goes to the process with the fewest rollouts. The run stops if an answer takes longer
     than `timeouts.score_s` and `longest_s` together: the time limits of the reward functions for a
-    number of rollouts (`rl.rollouts.rewards.longest_s`).
+    number of rollouts (`rl.rollouts.rewards.compute_longest_s`).
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class RewardClient:
     async def score(
         self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False
     ) -> list[list[Score]]:
-        return await all_or_cancel(self._score(group, alone=alone) for group in groups)
+        return await gather_or_cancel(self._score(group, alone=alone) for group in groups)
 
     async def _score(self, group: Sequence[Rollout], *, alone: bool) -> list[Score]:
         """Return the scores of one group; ask again after a restart if a process is lost."""
@@ -182,7 +182,7 @@ async def open_rewarder(
     """Yield the client of the reward processes, or a scoring process of this one without them."""
     if reward is not None:
         limit = partial(
-            longest_s,
+            compute_longest_s,
             rubric,
             time_limit_s=config.time_limit_s,
             start_timeout_s=config.start_timeout_s,
@@ -291,7 +291,7 @@ class Router:
                 replica = replica_of_prompt[key]
                 self.num_running[replica] += sampling.num_samples
                 places_of.setdefault(replica, []).append(place)
-            await all_or_cancel(ask(replica, places) for replica, places in places_of.items())
+            await gather_or_cancel(ask(replica, places) for replica, places in places_of.items())
 
         async def ask(replica: int, places: Sequence[int]) -> None:
             try:
@@ -315,7 +315,7 @@ class Router:
 
     async def abort(self) -> int:
         """Abort on every replica; prompts of a lost replica are sent again."""
-        return sum(await all_or_cancel(self._abort(replica) for replica in self._pool.list_up()))
+        return sum(await gather_or_cancel(self._abort(replica) for replica in self._pool.list_up()))
 
     async def _abort(self, replica: int) -> int:
         try:

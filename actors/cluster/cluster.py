@@ -31,14 +31,14 @@ from actors.launch.calls import (
     ActorLostError,
     ActorTimeoutError,
     deadline,
-    first_line,
+    get_first_line,
 )
 from actors.launch.launcher import Launcher
 from actors.launch.member import LogSettings
 from actors.launch.placement import count_gpus, place_actors
 from rl.models.spec import ModelSpec
 from rl.rollouts.rubric import Rubric
-from rl.utils.errors import RunError, causes
+from rl.utils.errors import RunError, list_causes
 from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ async def start_cluster(
         await cluster.pool.use_store()
     if starter.restarts:
         # A generator may die while no call waits for it.
-        launcher.in_background(cluster.pool.watch(), name="watch over the generators")
+        launcher.run_in_background(cluster.pool.watch(), name="watch over the generators")
     return cluster
 
 
@@ -221,9 +221,9 @@ class Cluster:
 
     async def _find_loss(self, error: RunError) -> str | None:
         """Return the reason of the trainer's loss, or None if it is alive."""
-        for cause in causes(error):
+        for cause in list_causes(error):
             if isinstance(cause, ActorLostError) and cause.role == self.trainer.name:
-                return first_line(cause)
+                return get_first_line(cause)
         dead = await self.trainer.wait_for_death(within_s=DEATH_GRACE_S)
         if dead:
             return f"rank {', '.join(map(str, dead))} is dead: its process ended"
@@ -235,7 +235,7 @@ class Cluster:
                     async with deadline(ANSWER_S, f"asking role {role.name!r} whether it is alive"):
                         await role.members.check.call()
                 except (ActorCallError, ActorTimeoutError) as lost:
-                    return first_line(lost)
+                    return get_first_line(lost)
         return None
 
     async def _replace_trainer(self) -> None:

@@ -38,8 +38,8 @@ from actors.launch.calls import (
     ActorTimeoutError,
     describe_loss,
     end_of_process,
-    first_line,
-    mesh_index,
+    find_mesh_index,
+    get_first_line,
 )
 from actors.launch.compat import SupervisionError
 from actors.vllm.requests import EngineFailedError
@@ -147,7 +147,7 @@ class ActorGroup:
         mesh, processes = self.mesh, self.processes
         if rank is not None:
             # The death of another rank is none of this call's.
-            mesh = mesh.slice(**mesh_index(mesh, rank))
+            mesh = mesh.slice(**find_mesh_index(mesh, rank))
             processes = {rank: processes[rank]} if rank in processes else {}
         answers = getattr(mesh, endpoint).call(*args, **kwargs)
         call = _Call(endpoint=endpoint, rank=rank, mesh=self.mesh, processes=processes)
@@ -310,7 +310,7 @@ class ActorGroup:
     ) -> None:
         try:
             restarted = await supervisor.restart(
-                self.name, reason=first_line(error), start=start, cause=error
+                self.name, reason=get_first_line(error), start=start, cause=error
             )
             self.take_over(restarted)
         except RunError as failure:

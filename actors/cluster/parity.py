@@ -14,7 +14,7 @@ import numpy as np
 
 from actors.config import ParityConfig
 from rl.rollouts.renderer import Renderer
-from rl.rollouts.samples import demonstration_sample
+from rl.rollouts.samples import make_demonstration_sample
 from rl.types import Prompt, TrainingSample
 from rl.weights.types import WeightStoreError
 
@@ -38,7 +38,7 @@ class ParityText:
 
     @property
     def sample(self) -> TrainingSample:
-        return demonstration_sample(self.token_ids[:1], self.token_ids[1:])
+        return make_demonstration_sample(self.token_ids[:1], self.token_ids[1:])
 
     def check(
         self,

@@ -27,9 +27,9 @@ from actors.launch.calls import (
     PEER_GRACE_S,
     ActorLostError,
     ActorTimeoutError,
-    first_line,
+    get_first_line,
 )
-from rl.types import RUN, ServeResult
+from rl.types import RUN, PullResult
 from rl.utils.clock import now_s
 from rl.utils.errors import RunError
 from rl.weights.checksum import check_sums
@@ -72,7 +72,7 @@ class GeneratorPool:
         """Held during every pull: by `serve` or by a generator that joins."""
         self._version: int | None = None
         """Version that all members that are up hold, or are about to."""
-        self._served = ServeResult()
+        self._served = PullResult()
 
     @property
     def policy_version(self) -> int | None:
@@ -139,7 +139,7 @@ class GeneratorPool:
             self._expected[pushed] = expected
         return pushed
 
-    async def serve(self, policy_version: int) -> ServeResult:
+    async def serve(self, policy_version: int) -> PullResult:
         """Let all generators that are up, and those that join later, pull this version.
 
         Raises:
@@ -201,7 +201,7 @@ class GeneratorPool:
 
     async def _pull_from_living(
         self, version: int, generators: Sequence[ActorGroup]
-    ) -> tuple[ServeResult, Sequence[ActorLostError]]:
+    ) -> tuple[PullResult, Sequence[ActorLostError]]:
         """See `pull`; raise ActorLostError if the trainer is lost meanwhile."""
         what, trainer = f"pull of version {version}", self.trainer
         try:
@@ -214,13 +214,13 @@ class GeneratorPool:
             # A generator may be the first to notice that the trainer is dead.
             dead = await trainer.wait_for_death(within_s=PEER_GRACE_S)
             if dead:
-                message = f"{trainer.name}.{what} failed: {first_line(error)}"
+                message = f"{trainer.name}.{what} failed: {get_first_line(error)}"
                 raise ActorLostError(message, role=trainer.name, ranks=dead) from error
             raise
 
     async def pull(
         self, version: int, *, generators: Sequence[ActorGroup]
-    ) -> tuple[ServeResult, Sequence[ActorLostError]]:
+    ) -> tuple[PullResult, Sequence[ActorLostError]]:
         """Let every generator pull the version, and check each.
 
         The errors of lost generators are returned: the others go on without them.
@@ -250,7 +250,7 @@ class GeneratorPool:
             check_sums(version=version, pushed=snapshot.sums, pulled=pulled)
             started = now_s()
             diff, lost_later = await self._compare(version, [g for g, _ in answers])
-            result = ServeResult(parity_diff=diff, parity_s=now_s() - started)
+            result = PullResult(parity_diff=diff, parity_s=now_s() - started)
         except BaseException:
             # The version is still served: logprobs that are there are for the next generator that
             # pulls it.

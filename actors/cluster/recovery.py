@@ -1,8 +1,8 @@
 """Limits of restarts: the number of restarts of each role, and the pauses before them.
 
-relay restarts processes that died: generators one by one (`actors.cluster.publisher`), reward processes and the
-trainer as a whole. It does not restart processes that hang or compute wrong numbers; the run stops
-with an error.
+relay restarts processes that died: generators one by one (`actors.cluster.publisher`), reward
+processes and the trainer as a whole. It does not restart processes that hang or compute wrong
+numbers; the run stops with an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from actors.cluster.parity import LogprobParityError
 from actors.config import RecoveryConfig
-from actors.launch.calls import first_line
+from actors.launch.calls import get_first_line
 from rl.utils.errors import RunError
 from rl.weights.types import WeightParityError
 
@@ -125,7 +125,7 @@ class Supervisor:
                 raise  # The run would go on with wrong numbers.
             except RunError as error:
                 logger.info("%s was not started", role, exc_info=True)
-                reason, cause = first_line(error), error
+                reason, cause = get_first_line(error), error
                 continue
             after_s = self._now_s() - lost_at
             logger.warning("%s is restarted after %.1f s", role, after_s)

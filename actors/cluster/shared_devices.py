@@ -18,13 +18,11 @@ from typing import Literal
 
 from actors.cluster.group import ActorGroup
 from actors.launch.calls import ActorLostError
-from rl.types import ServeResult
+from rl.types import PullResult
 
 Side = Literal["trainer", "generators"]
 
-Pull = Callable[
-    [int, Sequence[ActorGroup]], Awaitable[tuple[ServeResult, Sequence[ActorLostError]]]
-]
+Pull = Callable[[int, Sequence[ActorGroup]], Awaitable[tuple[PullResult, Sequence[ActorLostError]]]]
 """`GeneratorPool.pull`."""
 
 

@@ -17,7 +17,7 @@ from actors.cluster.group import ActorGroup
 from actors.cluster.recovery import AddEvent, Supervisor
 from actors.config import ClusterConfig
 from actors.generator import generator_env
-from actors.launch.calls import ActorLostError, deadline, first_line
+from actors.launch.calls import ActorLostError, deadline, get_first_line
 from actors.launch.launcher import Launcher, setup_process_group_env
 from actors.launch.member import LogSettings, RoleProcesses
 from actors.launch.placement import Placement, Placements, count_gpus, trains_on_gpu
@@ -25,7 +25,7 @@ from rl.models.spec import ModelSpec
 from rl.observability.logs import QUIET_ENVIRONMENT
 from rl.rollouts.rubric import Rubric
 from rl.utils.clock import now_s
-from rl.utils.threads import all_or_cancel, run_aside
+from rl.utils.threads import gather_or_cancel, run_in_thread
 from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class RoleStarter:
             "reward processes need a rubric"
         )
         self.supervisor = Supervisor(
-            self.config.recovery, in_background=self.launcher.in_background, events=self.events
+            self.config.recovery, in_background=self.launcher.run_in_background, events=self.events
         )
 
     @property
@@ -84,7 +84,7 @@ class RoleStarter:
 
         reporting = asyncio.create_task(self._report_slow_start())
         try:
-            groups = await all_or_cancel(starts)
+            groups = await gather_or_cancel(starts)
         finally:
             reporting.cancel()
         if self.config.launch.share_gpus:
@@ -113,7 +113,7 @@ class RoleStarter:
             lost = error
         self._phases[at.role] = "is started again"
         return await self.supervisor.restart(
-            at.role, reason=first_line(lost), start=again, cause=lost
+            at.role, reason=get_first_line(lost), start=again, cause=lost
         )
 
     async def _report_slow_start(self) -> None:
@@ -132,7 +132,7 @@ class RoleStarter:
         self.has_new_store = True
         self.store.forget()
         limit_s = self.store.config.timeout_s
-        await run_aside(
+        await run_in_thread(
             self.store.discard, name="removing the lost trainer's versions", limit_s=limit_s
         )
         return await self.start_trainer()
@@ -249,7 +249,7 @@ class RoleStarter:
             group = await processes.wait_unless_lost(finish(), "start")
         except ActorLostError as error:
             # Out of memory or a crash: the signal tells them apart.
-            told = self.launcher.with_signal(error)
+            told = self.launcher.add_signal(error)
             if told is error:
                 raise
             raise told from error

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from actors.launch.compat import SupervisionError
-from rl.utils.errors import RunError, causes
+from rl.utils.errors import RunError, list_causes
 from rl.utils.processes import signal_name
 
 REPORT_GRACE_S = 3.0
@@ -86,7 +86,7 @@ def _make_error(message: str, *, role: str, is_dead: bool) -> ActorCallError:
     return ActorLostError(message, role=role, is_dead=is_dead) if role else ActorCallError(message)
 
 
-def mesh_index(mesh: Any, rank: int) -> dict[str, int]:
+def find_mesh_index(mesh: Any, rank: int) -> dict[str, int]:
     """Return the index of a rank in each dimension of a mesh, to slice it."""
     index, rest = {}, rank
     # The last dimension varies fastest: ranks of a host are neighbours.
@@ -101,7 +101,7 @@ def is_caused_by_timeout(error: BaseException) -> bool:
     return any(
         isinstance(cause, TimeoutError)
         or isinstance(getattr(cause, "exception", None), TimeoutError)
-        for cause in causes(error)
+        for cause in list_causes(error)
     )
 
 
@@ -112,7 +112,7 @@ def may_hang(role: str, *, after: BaseException) -> bool:
     each other, and a weight store in the trainer's processes, do not show which process holds them
     up.
     """
-    for cause in causes(after):
+    for cause in list_causes(after):
         if isinstance(cause, ActorTimeoutError) and cause.role:
             return cause.role == role
     return is_caused_by_timeout(after)
@@ -147,6 +147,6 @@ def describe_loss(error: SupervisionError) -> str:
     return f"{rank} is dead: {end_of_process(report) or ' '.join(report.split())}"
 
 
-def first_line(error: BaseException) -> str:
+def get_first_line(error: BaseException) -> str:
     """Return the first line of an error's message; a remote traceback may follow it."""
     return (str(error).splitlines() or [type(error).__name__])[0]

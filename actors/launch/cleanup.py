@@ -57,7 +57,7 @@ async def wait_until_gone(processes: Sequence[ProcessId], *, role: str, grace_s:
         await asyncio.sleep(0.02)
 
 
-def with_descendants(roots: Iterable[ProcessId]) -> list[ProcessId]:
+def list_with_descendants(roots: Iterable[ProcessId]) -> list[ProcessId]:
     """Return the processes and all that they have started, parents first."""
     # In a dict, which keeps the order: two roots may have descendants in common.
     tree: dict[ProcessId, None] = {}
@@ -85,7 +85,7 @@ def find_processes_of_role(role: str, *, parents: Iterable[int]) -> list[Process
     return processes
 
 
-def carrying_environment(name: str, value: str) -> list[ProcessId]:
+def find_by_environment(name: str, value: str) -> list[ProcessId]:
     """Return all processes of this machine with this variable in their environment."""
     processes: list[ProcessId] = []
     for candidate in psutil.process_iter():
@@ -98,7 +98,7 @@ def carrying_environment(name: str, value: str) -> list[ProcessId]:
     return processes
 
 
-def mapped_shared_memory(pids: Iterable[int]) -> set[Path]:
+def find_shared_memory(pids: Iterable[int]) -> set[Path]:
     """Return the files in /dev/shm that any of the processes has mapped, also deleted files."""
     # From maps, which is instant. psutil's `memory_maps` reads smaps, which takes the kernel
     # seconds for a large process.
@@ -117,7 +117,7 @@ def remove_unmapped(files: Iterable[Path]) -> list[Path]:
     candidates = {file for file in files if file.exists()}
     if not candidates:
         return []
-    orphans = sorted(candidates - mapped_shared_memory(psutil.pids()))
+    orphans = sorted(candidates - find_shared_memory(psutil.pids()))
     for file in orphans:
         file.unlink(missing_ok=True)
     return orphans
@@ -188,7 +188,7 @@ class Guard:
 
 
 @contextlib.contextmanager
-def temporary_files() -> Iterator[None]:
+def guard_temporary_files() -> Iterator[None]:
     """Point TMPDIR at a guarded folder, for this process and the processes it starts.
 
     Monarch, vLLM and multiprocessing keep sockets there. The folder is made in the current TMPDIR,
@@ -242,7 +242,7 @@ def main(run: str) -> None:
 
     signal.alarm(END_LIMIT_S)  # Ends this process if a scheduler does not answer.
     # Again and again, as a process may have started another meanwhile.
-    while strays := carrying_environment(RUN_VARIABLE, run):
+    while strays := find_by_environment(RUN_VARIABLE, run):
         for process in strays:
             kill(process)
         while any(map(is_alive, strays)):  # They may still write files.

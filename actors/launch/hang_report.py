@@ -14,7 +14,7 @@ from pathlib import Path
 
 from monarch.actor import ActorError
 
-from actors.launch.calls import ActorLostError, is_caused_by_timeout, mesh_index
+from actors.launch.calls import ActorLostError, find_mesh_index, is_caused_by_timeout
 from actors.launch.compat import SupervisionError
 from actors.launch.member import RoleProcesses
 from rl.observability.spans import ProcessState, read_states
@@ -25,7 +25,7 @@ from rl.observability.stacks import (
     request_stacks,
     write_reports,
 )
-from rl.utils.errors import RunError, causes
+from rl.utils.errors import RunError, list_causes
 from rl.utils.processes import is_alive
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ async def add_hang_report(error: Exception, roles: Sequence[RoleProcesses]) -> N
     logs = roles[0].logs if roles else None
     # Monarch also takes a process for dead that does not answer it, such as a stopped process.
     is_hang = is_caused_by_timeout(error) or any(
-        isinstance(cause, ActorLostError) and not cause.is_dead for cause in causes(error)
+        isinstance(cause, ActorLostError) and not cause.is_dead for cause in list_causes(error)
     )
     if logs is None or not is_hang:
         return
@@ -74,7 +74,7 @@ async def _request(role_of: dict[str, RoleProcesses], state: ProcessState, logs:
         return await request_stacks(state, logs)
     try:
         async with asyncio.timeout(REMOTE_S):
-            member = role.members.slice(**mesh_index(role.members, state.rank))
+            member = role.members.slice(**find_mesh_index(role.members, state.rank))
             stacks: str = await member.stacks.call_one()
             return stacks
     except (TimeoutError, ActorError, SupervisionError) as error:

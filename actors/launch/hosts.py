@@ -37,7 +37,7 @@ from actors.launch.compat import (
 from actors.launch.isolation import hide_secrets, run_inside
 from actors.launch.placement import Placements
 from rl.utils.processes import ProcessId, identify, is_alive, kill
-from rl.utils.threads import run_aside
+from rl.utils.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class _Job:
     async def end(self) -> None:
         """End the job, or leave it to the guard, which tries again after this process."""
         try:
-            await run_aside(self.job.kill, name="hosts", limit_s=END_TIMEOUT_S)
+            await run_in_thread(self.job.kill, name="hosts", limit_s=END_TIMEOUT_S)
         except Exception as error:  # noqa: BLE001  # A scheduler's client may raise anything.
             logger.warning("could not end %s: %s: %s", self.name, type(error).__name__, error)
         else:
@@ -151,7 +151,7 @@ class Hosts:
                 described.guard = Guard(job.kill, name="hosts")
                 # In a thread: a queue may take hours, and Ctrl-C must work meanwhile.
                 prepare = partial(prepare_client_gateway, job)
-                await run_aside(partial(run_inside, prepare), name="hosts")
+                await run_in_thread(partial(run_inside, prepare), name="hosts")
 
             # Monarch's client starts below, and takes the address at which hosts answer it.
             if launch.on_cluster and launch.controller_address is not None:
@@ -185,7 +185,7 @@ class Hosts:
 
 async def _apply(job: Any) -> None:
     """Create the job, in a thread; wait for the end of that even if cancelled."""
-    applying = asyncio.ensure_future(run_aside(partial(run_inside, job.apply), name="hosts"))
+    applying = asyncio.ensure_future(run_in_thread(partial(run_inside, job.apply), name="hosts"))
     try:
         await asyncio.shield(applying)
     except asyncio.CancelledError:

@@ -33,11 +33,11 @@ from actors.launch.compat import is_client_started, list_monarch_threads
 from rl.utils.errors import RunError
 from rl.utils.namespaces import (
     NEW_NET,
-    can_make_network,
     drop_capabilities,
-    libc,
+    get_network,
+    is_network_allowed,
+    load_libc,
     make_network,
-    network_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ def _move_monarch() -> str | None:
     global _inside
     if not Path("/proc/thread-self/ns/net").exists():
         return "this system has no network namespaces"
-    if not can_make_network():
+    if not is_network_allowed():
         return "this process may not make a network namespace"
     # The thread keeps the namespace alive, and runs the calls that open Monarch's sockets.
     thread = ThreadPoolExecutor(1, thread_name_prefix="monarch-network")
@@ -178,17 +178,17 @@ def _move(threads: Sequence[int], *, descriptor: int) -> None:
     here = os.readlink("/proc/thread-self/ns/net")
 
     def follow(_number: int) -> None:
-        libc().setns(descriptor, NEW_NET)
+        load_libc().setns(descriptor, NEW_NET)
         drop_capabilities()
 
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(follow)
-    libc().signal(int(MOVE), handler)
+    load_libc().signal(int(MOVE), handler)
     try:
         # tgkill, as a signal to the process would be handled by any of its threads.
         for thread in threads:
-            libc().tgkill(os.getpid(), thread, int(MOVE))
+            load_libc().tgkill(os.getpid(), thread, int(MOVE))
         deadline = time.monotonic() + MOVE_LIMIT_S
-        while any(network_of(thread) != here for thread in threads):
+        while any(get_network(thread) != here for thread in threads):
             if time.monotonic() > deadline:
                 raise RunError(
                     "a thread of Monarch did not enter the network namespace within "
@@ -196,7 +196,7 @@ def _move(threads: Sequence[int], *, descriptor: int) -> None:
                 )
             time.sleep(0.001)
     finally:
-        libc().signal(int(MOVE), ctypes.c_void_p(signal.SIG_IGN))
+        load_libc().signal(int(MOVE), ctypes.c_void_p(signal.SIG_IGN))
         os.close(descriptor)
     drop_capabilities()
 

@@ -40,12 +40,12 @@ from actors.launch.calls import (
 from actors.launch.cleanup import (
     RUN,
     RUN_VARIABLE,
-    carrying_environment,
+    find_by_environment,
     find_processes_of_role,
-    mapped_shared_memory,
+    find_shared_memory,
+    list_with_descendants,
     remove_unmapped,
     wait_until_gone,
-    with_descendants,
 )
 from actors.launch.compat import configure_monarch, hide_client_start
 from actors.launch.hang_report import add_hang_report
@@ -63,8 +63,8 @@ from actors.launch.member import (
 from actors.launch.placement import Placement, Placements
 from rl.loop.stop_request import StopRequest
 from rl.utils.errors import StopRequestedError
-from rl.utils.processes import ProcessId, handling_end_signals, identify, is_alive, kill
-from rl.utils.threads import until_event
+from rl.utils.processes import ProcessId, handle_end_signals, identify, is_alive, kill
+from rl.utils.threads import wait_until_event
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ class Launcher:
                     )
         finally:
             waiting.cancel()
-        raise self.with_signal(
+        raise self.add_signal(
             ActorLostError(f"{what}: a process is dead", role=at.role, is_dead=True)
         )
 
@@ -244,7 +244,7 @@ class Launcher:
         hosts = () if self.hosts is None else self.hosts.processes.get(at.hosts or "", ())
         return [os.getpid(), *(host.pid for host in hosts)]
 
-    def with_signal(self, error: ActorLostError) -> ActorLostError:
+    def add_signal(self, error: ActorLostError) -> ActorLostError:
         """Return the error of a lost role, with the signal if Monarch has reported it."""
         end = self._ends.get(error.role)
         if end is None or end in str(error):
@@ -274,12 +274,12 @@ class Launcher:
             return
         # A role that has not answered yet has no list of its processes.
         processes = role.local.values() or find_processes_of_role(role.name, parents=[os.getpid()])
-        tree = with_descendants(filter(is_alive, processes))
+        tree = list_with_descendants(filter(is_alive, processes))
         if role.is_lost or not all(map(is_alive, role.local.values())):
             # Monarch would wait for the dead as well.
             timeout_s = min(timeout_s, LOST_STOP_TIMEOUT_S)
         # Read while the processes live, as nothing shows later which files were theirs.
-        shm_files = mapped_shared_memory(process.pid for process in tree)
+        shm_files = find_shared_memory(process.pid for process in tree)
         self._stopping.append(role.name)
         try:
             if is_lost:
@@ -288,7 +288,7 @@ class Launcher:
                 role.remove_state_files()
             # A role that never came up raises here whatever its start raised, even BaseExceptions:
             # `gather` makes that a value, and the rest of the role is killed.
-            asking = until_event(self._hurry, _ask_to_stop(role, timeout_s))
+            asking = wait_until_event(self._hurry, _ask_to_stop(role, timeout_s))
             (answer,) = await asyncio.gather(asking, return_exceptions=True)
             if isinstance(answer, BaseException):
                 level = logging.DEBUG if is_lost else logging.WARNING
@@ -311,17 +311,17 @@ class Launcher:
         but the kernel.
         """
         try:
-            await until_event(self._hurry, self.end_background(timeout_s=STOP_TIMEOUT_S))
+            await wait_until_event(self._hurry, self.end_background(timeout_s=STOP_TIMEOUT_S))
             # Errors are raised at the end: hosts and strays have to go in any case.
             results = await asyncio.gather(
                 *map(self.stop, list(self.roles)), return_exceptions=True
             )
             if self.hosts is not None:
-                await until_event(self._hurry, self.hosts.end(), grace_s=HURRIED_HOSTS_S)
+                await wait_until_event(self._hurry, self.hosts.end(), grace_s=HURRIED_HOSTS_S)
         finally:
             Launcher.current = None
-            strays = carrying_environment(RUN_VARIABLE, RUN)
-            shm_files = mapped_shared_memory(process.pid for process in strays)
+            strays = find_by_environment(RUN_VARIABLE, RUN)
+            shm_files = find_shared_memory(process.pid for process in strays)
             for process in strays:
                 kill(process)
         for result in results:
@@ -330,7 +330,9 @@ class Launcher:
         await wait_until_gone(strays, role="any role", grace_s=KILL_GRACE_S)
         remove_unmapped(shm_files)
 
-    def in_background(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+    def run_in_background(
+        self, work: Coroutine[Any, Any, None], *, name: str
+    ) -> asyncio.Task[None]:
         """Run a coroutine in this event loop until it returns or `stop_all` cancels it."""
         task = asyncio.create_task(work, name=name)
         self._background.add(task)
@@ -398,7 +400,7 @@ async def setup_process_group_env(
 
 
 @asynccontextmanager
-async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launcher]:
+async def supervise(*, stop: StopRequest | None = None) -> AsyncIterator[Launcher]:
     """Stop everything that the launcher has started at the end of the block.
 
     `END_SIGNALS` cancel the block. While a loop listens to `stop`, the first signal is passed to it
@@ -429,7 +431,7 @@ async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launch
             raise KeyboardInterrupt
         loop.call_soon_threadsafe(end_at_once)
 
-    with handling_end_signals(on_signal, loop=loop):
+    with handle_end_signals(on_signal, loop=loop):
         try:
             try:
                 yield launcher
@@ -455,7 +457,7 @@ def run(
     """Run a controller's coroutine with a launcher, under `supervised`."""
 
     async def body() -> T:
-        async with supervised(stop=stop) as launcher:
+        async with supervise(stop=stop) as launcher:
             return await main(launcher)
 
     return asyncio.run(body())

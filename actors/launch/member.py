@@ -26,7 +26,7 @@ from actors.launch.placement import Placement
 from rl.observability.logs import setup_logging
 from rl.observability.spans import RECORDER, STATE_FOLDER, TimelineConfig, read_state
 from rl.observability.stacks import request_stacks, write_stacks_to
-from rl.utils.processes import ROLE_VARIABLE, ProcessId, without_collections
+from rl.utils.processes import ROLE_VARIABLE, ProcessId, disable_collections
 from rl.weights import SETTINGS
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Member(Actor):
     @endpoint
     async def import_modules(self, modules: Sequence[str]) -> None:
         # A failing import fails again, with its message, in the actor that needs the module.
-        with without_collections(), contextlib.suppress(Exception):
+        with disable_collections(), contextlib.suppress(Exception):
             for module in modules:
                 importlib.import_module(module)
 
@@ -157,7 +157,7 @@ def import_torch() -> None:
     `timeouts.start_s`, and on a busy machine or a network file system the import alone may take
     half a minute.
     """
-    with without_collections():
+    with disable_collections():
         import torch  # noqa: F401
 
 

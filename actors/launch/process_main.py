@@ -10,7 +10,7 @@ import logging
 from rl.observability.stacks import catch_signal
 from rl.utils.compat import exit_process
 from rl.utils.processes import leave_signals_to_controller
-from rl.utils.proxies import exempt_loopback
+from rl.utils.proxies import allow_loopback
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     from actors.launch.isolation import forget_empty_secrets
 
     forget_empty_secrets()
-    exempt_loopback()  # The host's environment may be another than the controller's.
+    allow_loopback()  # The host's environment may be another than the controller's.
 
     try:
         run_actor_process()

@@ -19,11 +19,11 @@ from torch import nn
 from actors.config import ClusterConfig, RunConfig
 from actors.launch.placement import count_gpus, fits_shared, place_actors, trains_on_gpu
 from rl.config.rules import find_faults
-from rl.config.tree import named_as_options
+from rl.config.tree import name_as_options
 from rl.distributed.stages import plan_stages
 from rl.models.batch_invariant.model import check_capability
 from rl.models.converter import ModelConverters
-from rl.models.decoder import module_names
+from rl.models.decoder import list_module_names
 from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
@@ -35,10 +35,10 @@ from rl.training.checkpoint_files import ADAPTER_FOLDER, is_checkpoint, read_sta
 from rl.training.checkpoint_tensors import (
     REFERENCE,
     check_tokenizer,
-    exclusions_of_own,
-    matching_tensors,
-    model_tensors,
-    optimizer_tensors,
+    collect_model_tensors,
+    collect_optimizer_tensors,
+    match_tensors,
+    select_own_exclusions,
 )
 from rl.training.checks import list_model_checks
 from rl.training.memory import check_memory, estimate_memory
@@ -123,9 +123,9 @@ def find_model_faults(
     for check in list_model_checks(
         trainer, spec, world_size=trainer.num_procs, device_type=device_type
     ):
-        with faults.collect(), named_as_options("trainer", trainer):
+        with faults.collect(), name_as_options("trainer", trainer):
             check()
-    with faults.collect(), named_as_options("generator", config.generator):
+    with faults.collect(), name_as_options("generator", config.generator):
         config.generator.check_model(spec.model, on_gpu=on_gpu)
     with faults.collect():
         check_total_steps(
@@ -136,7 +136,7 @@ def find_model_faults(
     with faults.collect():
         _check_placement(config, num_gpus=num_gpus)
     with faults.collect():
-        converted_model(config, model_spec=spec, num_gpus=num_gpus)
+        build_converted_model(config, model_spec=spec, num_gpus=num_gpus)
     return faults
 
 
@@ -230,7 +230,7 @@ def _find_capability_faults(config: RunConfig, capability: tuple[int, int]) -> I
 def _check_memory(fleet: ClusterConfig, *, spec: ModelSpec, memory_bytes: int) -> None:
     """Check the trainer's ranks against all memory, like `check_memory`."""
     trainer = fleet.trainer
-    degrees = trainer.parallelism.degrees(trainer.num_procs)
+    degrees = trainer.parallelism.resolve_degrees(trainer.num_procs)
     rank = estimate_memory(trainer, spec=spec, degrees=degrees, on_gpu=False)
     check_memory(
         rank,
@@ -242,7 +242,7 @@ def _check_memory(fleet: ClusterConfig, *, spec: ModelSpec, memory_bytes: int) -
     )
 
 
-def converted_model(
+def build_converted_model(
     fleet: ClusterConfig, *, model_spec: ModelSpec, num_gpus: int
 ) -> tuple[nn.Module, ModelConverters]:
     """Return the trainer's model on the meta device and its converters; a ValueError names
@@ -250,8 +250,8 @@ def converted_model(
     """
     # Only the trainer's own processes may hold memory on a GPU.
     device = torch.device("meta" if trains_on_gpu(fleet.launch, num_gpus=num_gpus) else "cpu")
-    with named_as_options("trainer", fleet.trainer):
-        degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
+    with name_as_options("trainer", fleet.trainer):
+        degrees = fleet.trainer.parallelism.resolve_degrees(fleet.trainer.num_procs)
         converters = ModelConverters(
             fleet.trainer.converters, spec=model_spec, degrees=degrees, device=device
         )
@@ -260,7 +260,7 @@ def converted_model(
             converters.convert(model)
         # A stage in which nothing is trained has no backward, and the schedule would wait for it.
         if degrees.pp > 1:
-            plan = plan_stages(fleet.trainer.parallelism, module_names(model_spec.model))
+            plan = plan_stages(fleet.trainer.parallelism, list_module_names(model_spec.model))
             plan.check_trained(_find_trained(model))
     return model, converters
 
@@ -293,7 +293,7 @@ def check_source(
     path, model_only = source.path, source.model_only
     num_steps, position = config.loop.num_steps, source.position
     adapter = start.spec.adapter(start.spec.model)
-    model, converters = converted_model(config, model_spec=start.spec, num_gpus=num_gpus)
+    model, converters = build_converted_model(config, model_spec=start.spec, num_gpus=num_gpus)
     if not is_checkpoint(path):  # a Hugging Face folder, which does not record its tokenizer
         folder = HFFolder(path)
         folder.spec(expected=start.spec)
@@ -302,7 +302,7 @@ def check_source(
 
     saved = read_state(path)
     exclude = config.trainer.checkpoint.exclude_from_loading
-    present = start.tokenizer_fingerprint()
+    present = start.compute_fingerprint()
     check_tokenizer(path, saved.tokenizer, present, model_only=model_only, exclude=exclude)
     if position is not None and position.step >= num_steps and not source.whole:
         raise ValueError(
@@ -311,13 +311,13 @@ def check_source(
         )
 
     # Names and shapes come from the meta device, so that no tensor of the checkpoint is read.
-    tensors = model_tensors(model)
+    tensors = collect_model_tensors(model)
     if not model_only:
         trained = _find_trained(model)
         optimizer: Optimizer = config.trainer.optimizer.build(parameters=trained, adapter=adapter)
-        tensors |= optimizer_tensors(trained, optimizer)
+        tensors |= collect_optimizer_tensors(trained, optimizer)
         if config.trainer.reference.enable:
-            tensors |= model_tensors(model, prefix=REFERENCE)
+            tensors |= collect_model_tensors(model, prefix=REFERENCE)
     if source.whole:
-        exclude = exclusions_of_own(exclude, model_only=model_only)
-    matching_tensors(path, saved, into=tensors, converters=converters, exclude=exclude)
+        exclude = select_own_exclusions(exclude, model_only=model_only)
+    match_tensors(path, saved, into=tensors, converters=converters, exclude=exclude)

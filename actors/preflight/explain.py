@@ -37,13 +37,13 @@ from actors.preflight.plan import (
 )
 from actors.preflight.task import check_problems
 from rl.config.configurable import find_idle_options
-from rl.config.json import differences, leaves, to_dict
+from rl.config.json import find_differences, to_dict, walk_leaves
 from rl.config.registry import ExplanationForm, ResolvedRun
 from rl.config.tree import walk
 from rl.distributed.mesh import Degrees
 from rl.loop.config import LoopConfig
 from rl.models.assets import UnpreparedError
-from rl.models.model_cost import model_work
+from rl.models.model_cost import count_work
 from rl.models.spec import ModelSpec
 from rl.observability.run_folder import RunFolder, check_free
 from rl.run_rules import RULES
@@ -51,7 +51,7 @@ from rl.starting_point import StartingPoint
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource
 from rl.training.memory import estimate_memory
-from rl.utils.printing import say, say_error
+from rl.utils.printing import print_error, print_text
 
 WIDTH = 110
 ASSUMED_GPU_BYTES = 80 * 10**9
@@ -73,9 +73,9 @@ def show(run: ResolvedRun, *, form: ExplanationForm, here: Machine) -> int:
     explanation = explain(run, here=here)
     as_json = json.dumps(explanation, indent=2, allow_nan=False)
     as_yaml = yaml.safe_dump(json.loads(as_json), sort_keys=False, width=WIDTH)
-    say(as_json if form == "json" else as_yaml)
+    print_text(as_json if form == "json" else as_yaml)
     for reason in explanation["options"]["refused"]:
-        say_error(f"error: {reason}")
+        print_error(f"error: {reason}")
     return 2 if explanation["options"]["refused"] else 0
 
 
@@ -112,7 +112,7 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
         "config": f"{run.module}.{run.function}",
         "model": f"{spec.name} {spec.flavor}",
         "devices": devices,
-        "values": dict(leaves(values)),
+        "values": dict(walk_leaves(values)),
         "changes": changes,
         "step": compute_step_arithmetic(config),
         "staleness": bound_staleness(config.loop),
@@ -134,7 +134,7 @@ def _find_changes(run: ResolvedRun) -> dict[str, dict[str, Any]]:
     if run.defaults is None:  # a script made the config
         return {}
     changes: dict[str, dict[str, Any]] = {}
-    for path, pair in differences(to_dict(run.config), to_dict(run.defaults)).items():
+    for path, pair in find_differences(to_dict(run.config), to_dict(run.defaults)).items():
         changes[path] = {"value": pair[1], "registry": pair[0]}
     return changes
 
@@ -293,7 +293,7 @@ def _describe_layout(config: RunConfig, *, num_gpus: int) -> dict[str, Any]:
 
 
 def _get_degrees(config: RunConfig) -> Degrees:
-    return config.trainer.parallelism.degrees(config.trainer.num_procs)
+    return config.trainer.parallelism.resolve_degrees(config.trainer.num_procs)
 
 
 def _check_fits(config: RunConfig, *, spec: ModelSpec, available: int, on_gpu: bool) -> bool:
@@ -314,7 +314,7 @@ def describe_memory(
     available = machine.gpu_bytes if on_gpu and machine.gpu_bytes else machine.memory_bytes
     generator = config.generator
     degree, itemsize = generator.tensor_parallel_degree, getattr(torch, generator.dtype).itemsize
-    work = model_work(spec.model)
+    work = count_work(spec.model)
     on_rank = work.parameters * itemsize // degree
     if on_gpu:
         # vLLM also takes its activations off this share, so the cache is an upper bound.
@@ -323,7 +323,7 @@ def describe_memory(
         # The engine does not start without room for one request of the full length.
         fits = tokens >= generator.max_model_len
     else:
-        cache, tokens = generator.cpu_cache_bytes, generator.cpu_cache_tokens(spec.model)
+        cache, tokens = generator.cpu_cache_bytes, generator.count_cpu_cache_tokens(spec.model)
         fits = generator.num_replicas * degree * (on_rank + cache) <= available
 
     def of_trainer() -> dict[str, Any]:

@@ -11,8 +11,8 @@ from actors.cluster.cluster import Cluster
 from actors.config import RunConfig
 from actors.launch.calls import ActorCallError
 from actors.launch.placement import count_gpus
-from actors.preflight.checks import converted_model
-from rl.models.model_cost import model_work
+from actors.preflight.checks import build_converted_model
+from rl.models.model_cost import count_work
 from rl.models.spec import ModelSpec
 from rl.observability.machine import RunLimits
 
@@ -30,8 +30,8 @@ async def measure_limits(
     if not config.limits.enable:
         return None
     trainer, generator, loop = config.trainer, config.generator, config.loop
-    converted, _ = converted_model(config, model_spec=spec, num_gpus=count_gpus())
-    trained, sampled = model_work(spec.model, converted=converted), model_work(spec.model)
+    converted, _ = build_converted_model(config, model_spec=spec, num_gpus=count_gpus())
+    trained, sampled = count_work(spec.model, converted=converted), count_work(spec.model)
     itemsize = int(getattr(torch, generator.dtype).itemsize)
     tp = generator.tensor_parallel_degree
 

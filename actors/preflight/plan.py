@@ -14,7 +14,7 @@ from actors.launch.placement import count_gpus, trains_on_gpu
 from actors.preflight.checks import Machine, check_config, check_source
 from actors.preflight.task import check_problems, check_task
 from actors.trainer import PolicyTrainer
-from rl.config.json import code_name, to_dict
+from rl.config.json import name_code, to_dict
 from rl.config.rules import check_rules
 from rl.config.tree import find_input_paths
 from rl.models.assets import resolve_assets
@@ -24,27 +24,27 @@ from rl.observability.run_folder import STARTING_POINTS, RunFolder
 from rl.observability.sinks import check_sinks
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
-from rl.rollouts.samples import demonstrated_now
+from rl.rollouts.samples import make_demonstration_samples_now
 from rl.run_rules import RULES
 from rl.starting_point import (
     NUM_KEYED_DEMONSTRATIONS,
     StartingPoint,
-    given_folder,
-    random_model,
-    warmed_up_model,
+    describe_random_model,
+    find_warm_model,
+    open_model_folder,
 )
-from rl.tasks.fingerprint import fingerprint_problems
+from rl.tasks.fingerprint import make_fingerprint
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import (
     CheckpointConfig,
     LoadSource,
+    find_initial_source,
     find_load_source,
-    initial_source,
-    own_checkpoint,
+    find_own_checkpoint,
 )
-from rl.training.checkpoint_files import DamagedCheckpointError, Skip, saved_steps
+from rl.training.checkpoint_files import DamagedCheckpointError, Skip, list_steps
 from rl.types import ProblemsFingerprint, Prompt
-from rl.utils.printing import say
+from rl.utils.printing import print_text
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
         source=source,
         resumed=resumed,
         task=task,
-        problems=fingerprint_problems(task, seed=config.seed),
+        problems=make_fingerprint(task, seed=config.seed),
         differences=tuple(differences),
         environments=environments,
         renderer=renderer,
@@ -152,7 +152,7 @@ def describe_skip(path: Path, error: DamagedCheckpointError) -> str:
 
 
 def _report_skip(path: Path, error: DamagedCheckpointError) -> None:
-    say(describe_skip(path, error))
+    print_text(describe_skip(path, error))
 
 
 def compute_dtypes(config: RunConfig) -> tuple[str, ...]:
@@ -193,7 +193,7 @@ def find_resumed_source(
             would be lost.
     """
     # The metrics too, since a run without checkpoints has no other trace of its steps.
-    done = max([0, *saved_steps(folder.checkpoints)])
+    done = max([0, *list_steps(folder.checkpoints)])
     if folder.metrics.exists():
         for record in read_metrics(folder.metrics):
             done = max(done, int(record["step"]))
@@ -205,7 +205,7 @@ def find_resumed_source(
 
     resumed = None
     if config.saves:
-        resumed = own_checkpoint(folder.checkpoints, num_steps=num_steps, skip=skip)
+        resumed = find_own_checkpoint(folder.checkpoints, num_steps=num_steps, skip=skip)
     if folder.is_finished and (resumed is None or resumed.position is None):
         raise ValueError(
             f"{folder.path} holds a finished run and no checkpoint that it could go on from"
@@ -223,7 +223,7 @@ def find_source(
     if resumed is None:
         return find_load_source(config, repairs=repairs)
     try:
-        return initial_source(config)
+        return find_initial_source(config)
     except ValueError as error:
         # It may be gone: the run has a checkpoint of its own now.
         logger.info("not looked for any more: %s", error)
@@ -242,7 +242,7 @@ def find_untrained_start(config: RunConfig, *, prepares: bool = True) -> Startin
         folder = resolve_assets(
             config.hf_assets_path, cache=cache, revision=config.hf_revision, prepares=prepares
         )
-        start = given_folder(folder, spec=None if config.any_model_size else spec)
+        start = open_model_folder(folder, spec=None if config.any_model_size else spec)
         return replace(start, spec=set_arithmetic(config, start.spec))
 
     # Random weights, which a warm-up may train; they need sizes, since no folder has them.
@@ -251,7 +251,7 @@ def find_untrained_start(config: RunConfig, *, prepares: bool = True) -> Startin
             "hf_assets_path=None: must name a model to start from, because this config has none of "
             "its own"
         )
-    return random_model(cache, spec=spec, seed=config.seed)
+    return describe_random_model(cache, spec=spec, seed=config.seed)
 
 
 def set_arithmetic(config: RunConfig, spec: ModelSpec) -> ModelSpec:
@@ -281,12 +281,12 @@ def find_starting_point(
     # A checkpoint replaces the weights, so that a warm-up before it would be for nothing.
     if config.hf_assets_path is not None or config.warmup is None or source is not None:
         return untrained
-    return warmed_up_model(
+    return find_warm_model(
         find_starting_points(config.dump_folder),
         spec=untrained.spec,
         seed=config.seed,
         warmup=config.warmup,
-        demonstrations=demonstrated_now(
+        demonstrations=make_demonstration_samples_now(
             islice(task.warmup_problems(seed=config.seed), NUM_KEYED_DEMONSTRATIONS),
             environments,
             renderer=make_run_renderer(config.renderer, untrained),
@@ -314,7 +314,7 @@ def collect_warmup_arithmetic(
     # Part of the key under which a warm-up's result is stored: with other names here, results of
     # earlier runs would not be found.
     return {
-        "trainer": code_name(trainer.owner),
+        "trainer": name_code(trainer.owner),
         "optimizer": [trainer.optimizer.name, trainer.optimizer.eps],
         "dtypes": [training.dtype, training.param_dtype, training.reduce_dtype],
         "converters": values["converters"],

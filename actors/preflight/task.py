@@ -15,11 +15,15 @@ from rl.rollouts.environment import EnvironmentFailedError, Environments
 from rl.rollouts.renderer import PromptTooLongError, Renderer, render_prompt
 from rl.rollouts.rewards import START_S, RewardProcess, check_sendable
 from rl.rollouts.rubric import Rubric
-from rl.rollouts.samples import UnfitDemonstrationError, demonstrated, demonstrated_rollout
+from rl.rollouts.samples import (
+    UnfitDemonstrationError,
+    make_sample_of_demonstration,
+    play_demonstration,
+)
 from rl.tasks.fingerprint import describe_changes
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource
-from rl.training.checkpoint_tensors import PROBLEMS, excluded
+from rl.training.checkpoint_tensors import PROBLEMS, is_excluded
 from rl.types import Completion, Message, Problem, Prompt, Rollout, Score, Turn
 from rl.utils.errors import RunError
 from rl.utils.threads import run_now
@@ -49,7 +53,7 @@ def check_problems(
         ]
     # Other evaluation problems change no gradient, so that only the training problems must agree.
     changes, of_sets = describe_changes(saved, task, seed=seed)
-    if changes and not excluded(PROBLEMS, exclude):
+    if changes and not is_excluded(PROBLEMS, exclude):
         raise ValueError(
             f"{source.path} was saved by a run with other training problems: {'; '.join(changes)}. "
             "To go on would repeat some and leave out others: give the run the problems, seed and "
@@ -282,7 +286,7 @@ def _play_demonstration(
         return None
     # A demonstration is a whole episode, of which a reward function can read every part.
     try:
-        played = run_now(demonstrated_rollout(prompt.problem, environments, renderer=renderer))
+        played = run_now(play_demonstration(prompt.problem, environments, renderer=renderer))
     except ValueError as error:
         if not (may_fail or isinstance(error, UnfitDemonstrationError)):
             raise
@@ -303,7 +307,7 @@ def check_demonstrations(
     give.
     """
     for problem in islice(problems, NUM_PROBED_PROBLEMS):
-        rollout = run_now(demonstrated_rollout(problem, environments, renderer=renderer))
+        rollout = run_now(play_demonstration(problem, environments, renderer=renderer))
         longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
         if longest > max_tokens:
             raise ValueError(
@@ -311,7 +315,7 @@ def check_demonstrations(
                 f"more than loop.sampling.max_tokens={max_tokens}: no reply could be as long; "
                 "raise it"
             )
-        sample = run_now(demonstrated(problem, environments, renderer=renderer))
+        sample = run_now(make_sample_of_demonstration(problem, environments, renderer=renderer))
         if len(sample.token_ids) > max_model_len:
             raise ValueError(
                 f"the demonstration of problem {problem.id!r} has {len(sample.token_ids)} tokens "

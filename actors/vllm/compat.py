@@ -135,7 +135,7 @@ def set_rank_timeout(timeout_s: float) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), process_group)
 
 
-def model_runner(client: InprocClient) -> Any:
+def get_model_runner(client: InprocClient) -> Any:
     """Return the object that owns the model, the batch, the sampler and the caches."""
     worker: Any = client.engine_core.model_executor.driver_worker.worker
     return worker.model_runner

@@ -110,14 +110,14 @@ class GeneratorConfig(Configurable.Config):
                 )
             return
 
-        num_tokens = self.cpu_cache_tokens(model)
+        num_tokens = self.count_cpu_cache_tokens(model)
         if self.max_model_len > num_tokens:
             raise ValueError(
                 f"generator.cpu_kv_cache_gib={self.cpu_kv_cache_gib:g} holds the keys and values "
                 f"of {num_tokens} tokens, fewer than generator.max_model_len={self.max_model_len}"
             )
 
-    def cpu_cache_tokens(self, model: Any) -> int:
+    def count_cpu_cache_tokens(self, model: Any) -> int:
         """Return the tokens that fit into one rank's cache on a CPU, in whole blocks."""
         attention = model.block.attention
         num_rows = 2 * model.num_layers * attention.num_kv_heads // self.tensor_parallel_degree

@@ -22,8 +22,8 @@ from vllm.v1.engine import EngineCoreRequest
 from actors.vllm.compat import (
     adapt_vllm,
     count_steps_ahead,
+    get_model_runner,
     make_client,
-    model_runner,
     set_rank_timeout,
 )
 from actors.vllm.config import CPU_BLOCK, GeneratorConfig
@@ -63,13 +63,15 @@ class VLLMCore:
             )
 
         architecture = register_policy(model_spec)
-        arguments = engine_args(config, architecture=architecture, hf_assets_path=hf_assets_path)
+        arguments = build_engine_args(
+            config, architecture=architecture, hf_assets_path=hf_assets_path
+        )
         self._client = make_client(arguments.create_engine_config(), world=world)
         if world.size > 1:
             # Only now: ranks may load at different speeds, and wait for each other longer.
             set_rank_timeout(config.rank_timeout_s)
 
-        runner = model_runner(self._client)
+        runner = get_model_runner(self._client)
         self._sampler = PolicySampler(runner)
         runner.sampler = self._sampler
         self._policy: VLLMPolicy = runner.model
@@ -261,7 +263,9 @@ class VLLMCore:
         self._sampler.remove(str(request_id))
 
 
-def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: str) -> EngineArgs:
+def build_engine_args(
+    config: GeneratorConfig, *, architecture: str, hf_assets_path: str
+) -> EngineArgs:
     """Return vLLM's settings for an engine without text, statistics and weights of its own."""
     platform: dict[str, Any] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,

@@ -255,7 +255,7 @@ class GeneratorEngine(Configurable):
                 assert self._thread is not None
                 await self._thread.run(self._core.set_asleep, asleep)
 
-    async def aside(self, function: Callable[[], T]) -> T:
+    async def run_between_steps(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread between two steps; on rank 0 only."""
         self._check_serving()
         assert self._thread is not None

@@ -63,7 +63,7 @@ def use_kernels(model: nn.Module, *, on_gpu: bool = False) -> None:
         _let_norms_add(model)  # Last, because it looks for the norms that were put in.
 
 
-def both_ways(model: Decoder, ids_T: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+def run_both_kernels(model: Decoder, ids_T: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
     """Return the hidden states [T, E] with PyTorch's kernels and with a GPU's, to compare them."""
     fused = copy.deepcopy(model)
     use_kernels(fused, on_gpu=True)

@@ -33,9 +33,9 @@ from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.functions import attend_to_cache, store_in_cache
 from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
 from rl.models.decoder import Attention as DecoderAttention
-from rl.models.decoder import persistent_buffers, reset_buffers
+from rl.models.decoder import find_persistent_buffers, reset_buffers
 from rl.models.hf import read_hf_config
-from rl.models.parallelize import generator_head, parallelize_decoder_generator
+from rl.models.parallelize import gather_logits, parallelize_decoder_generator
 from rl.models.spec import ModelSpec
 
 
@@ -78,7 +78,7 @@ class VLLMPolicy(nn.Module):
         with torch.device("meta"):
             self.model = config.build(core_attention=core_attention)
             # The trainer's buffers only: vLLM's attention adds its own.
-            self.buffer_names = tuple(persistent_buffers(config.build()))
+            self.buffer_names = tuple(find_persistent_buffers(config.build()))
 
         if tp_size > 1:
             mesh = DeviceMesh.from_group(
@@ -135,13 +135,15 @@ class VLLMPolicy(nn.Module):
         """Return logits [T, V] on every rank."""
         if self.pads_rows:
             num_rows = hidden_states.size(0)
-            return generator_head(*self.model.head_inputs(pad_rows(hidden_states)))[:num_rows]
+            return gather_logits(*self.model.prepare_head_inputs(pad_rows(hidden_states)))[
+                :num_rows
+            ]
         if self.head is not None:
             return self.head(hidden_states)
-        hidden_TE, weight_VE = self.model.head_inputs(hidden_states)
+        hidden_TE, weight_VE = self.model.prepare_head_inputs(hidden_states)
         if self.shares_logits:
             return tensor_model_parallel_all_gather(F.linear(hidden_TE, local_tensor(weight_VE)))
-        return generator_head(hidden_TE, weight_VE)
+        return gather_logits(hidden_TE, weight_VE)
 
 
 class PagedAttention(nn.Module):

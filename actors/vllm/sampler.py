@@ -22,7 +22,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from actors.vllm.requests import Request
-from rl.models.sampling import draw, uniforms
+from rl.models.sampling import draw, draw_uniforms
 from rl.utils.tensor_memory import to_device
 
 NUMBERS_AT_ONCE = 2**19
@@ -49,7 +49,7 @@ class PolicySampler(Sampler):
         request_id, num_begun = str(request.id), request.num_begun
         # A continued completion goes on with the numbers that follow those of its tokens, so that
         # it becomes what it would have been without the abort.
-        numbers = uniforms(request.seed, num_begun + request.max_tokens)
+        numbers = draw_uniforms(request.seed, num_begun + request.max_tokens)
         self._uniforms[request_id] = numbers[num_begun:].numpy()
         if request.scored is not None:
             self._scored[request_id] = request.scored

@@ -31,13 +31,13 @@ import tyro
 from rl.config.json import LOCATION, encode, read_json
 from rl.config.known_names import find
 from rl.config.registry import ExplanationForm, ResolvedRun, resolve
-from rl.config.tree import ConfigEntry, ConfigError, list_children, rebuild, type_name, walk
-from rl.utils.caches import settle_caches
+from rl.config.tree import ConfigEntry, ConfigError, describe_type, list_children, rebuild, walk
+from rl.utils.caches import ensure_private_caches
 from rl.utils.errors import RunError
 from rl.utils.namespaces import enter_user_namespace
-from rl.utils.printing import say, say_error
-from rl.utils.processes import without_collections
-from rl.utils.proxies import exempt_loopback
+from rl.utils.printing import print_error, print_text
+from rl.utils.processes import disable_collections
+from rl.utils.proxies import allow_loopback
 
 SOURCE_OPTIONS = {
     "module": "Registry module: a name in `configs/` or an importable dotted module.",
@@ -68,13 +68,13 @@ def main(
     argv = sys.argv[1:] if argv is None else argv
     # The order counts. A namespace shows root's folders as nobody's, so that caches come before; a
     # process with threads, which the config's module may start, cannot enter it.
-    exempt_loopback()
-    settle_caches()
+    allow_loopback()
+    ensure_private_caches()
     if not USES_NETWORK.search(" ".join(argv).replace("=", " ")):
         enter_user_namespace()
 
     # The config's module imports everything that the run needs: many objects, none of them garbage.
-    with without_collections():
+    with disable_collections():
         run = parse_cli(
             argv,
             default_module=default_module,
@@ -92,13 +92,13 @@ def main(
             return 0
         return int(component.explain(run.explain))
     except ValueError as error:
-        say_error(f"error: {error}")
+        print_error(f"error: {error}")
         return 2
     except RunError as error:
-        say_error(f"error: the run stopped: {error}")
+        print_error(f"error: the run stopped: {error}")
         return 1
     except KeyboardInterrupt:
-        say_error("stopped by Ctrl-C")
+        print_error("stopped by Ctrl-C")
         return 130
 
 
@@ -125,7 +125,7 @@ def parse_cli(
         changes |= _read_changes(run.config, options)
         run = dataclasses.replace(run, config=rebuild(run.config, changes))
     except ConfigError as error:
-        say_error(f"error: {error}")
+        print_error(f"error: {error}")
         raise SystemExit(2) from None
     if wants_help:
         _print_help(run, prog=prog)
@@ -173,7 +173,7 @@ def _find_source(
     if "resume" in given:
         run, changes = _resume(Path(given["resume"]), options)
     elif "from_json" in given:
-        run = read_json(Path(given["from_json"]), before=say_error)
+        run = read_json(Path(given["from_json"]), before=print_error)
         # The name, and the permission to overwrite it, are those of the run that wrote the file.
         for f in dataclasses.fields(run.config):
             if f.metadata.get("one_run"):
@@ -221,7 +221,7 @@ def _resume(folder: Path, options: Container[str]) -> tuple[ResolvedRun, dict[st
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"--resume {folder}: not the folder of a run: it has no config.json")
-    run = read_json(file, before=say_error)
+    run = read_json(file, before=print_error)
     if not set(LOCATION) <= _name_fields(run.config):
         raise ConfigError(f"--resume {folder}: {run.module}.{run.function} is not a training run")
     # The folder may have been moved since, so that its place says more than its config.json; the
@@ -298,7 +298,7 @@ def _convert_value(entry: ConfigEntry, values: list[str]) -> Any:
             return None
         raise _describe_component(entry)
     # tyro takes only True and False; --overwrite alone means True.
-    if type_name(entry.annotation) in ("bool", "bool | None"):
+    if describe_type(entry.annotation) in ("bool", "bool | None"):
         values = list(map(str.capitalize, values)) or ["True"]
 
     holder = dataclasses.make_dataclass("Holder", [("value", entry.annotation)])
@@ -311,7 +311,7 @@ def _convert_value(entry: ConfigEntry, values: list[str]) -> Any:
     except SystemExit:
         given = " ".join(values) or "nothing"
         raise ConfigError(
-            f"--{entry.path}: {given!r} is not of type {type_name(entry.annotation)}"
+            f"--{entry.path}: {given!r} is not of type {describe_type(entry.annotation)}"
         ) from None
 
 
@@ -328,9 +328,9 @@ def _describe_component(entry: ConfigEntry) -> ConfigError:
 def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:
     """Print all options and exit."""
     try:
-        say("\n".join(_describe_options(run, prog=prog)))
+        print_text("\n".join(_describe_options(run, prog=prog)))
     except ValueError as error:
-        say_error(f"error: {error}")
+        print_error(f"error: {error}")
         raise SystemExit(2) from None
     raise SystemExit(0)
 
@@ -346,7 +346,7 @@ def _describe_options(run: ResolvedRun, *, prog: str | None) -> Iterator[str]:
     for entry in walk(run.config):
         if entry.kind == "leaf":
             default = f"{entry.doc} (default: {encode(entry.value)!r})".strip()
-            yield from _describe_option(entry.path, type_name(entry.annotation), default)
+            yield from _describe_option(entry.path, describe_type(entry.annotation), default)
         elif entry.kind in ("node", "absent") and entry.optional:
             state = "None in this config" if entry.value is None else "None turns it off"
             yield from _describe_option(entry.path, "None", f"{entry.doc} ({state})".strip())

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from rl.config.registry import ResolvedRun, resolve
 from rl.config.tree import ConfigEntry, ConfigError, convert, list_children, rebuild
-from rl.utils.files import atomic_write, parse_json, read_json_object
+from rl.utils.files import parse_json, read_json_object, replace_file
 
 ConfigT = TypeVar("ConfigT")
 
@@ -62,7 +62,7 @@ def write_defaults(run: ResolvedRun, path: Path) -> None:
 
 def _write(content: Mapping[str, Any], path: Path) -> None:
     # NaN is no JSON (allow_nan): a file with it could be read by Python alone.
-    with atomic_write(path) as file:
+    with replace_file(path) as file:
         file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
@@ -97,11 +97,13 @@ def read_json(path: Path, *, before: Callable[[str], None] | None = None) -> Res
     return dataclasses.replace(base, config=config)
 
 
-def differences(values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def find_differences(
+    values: Mapping[str, Any], before: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
     """Return value before and now of each leaf that differs between two results of `to_dict`; None
     if missing.
     """
-    ours, theirs = dict(leaves(values)), dict(leaves(before))
+    ours, theirs = dict(walk_leaves(values)), dict(walk_leaves(before))
     changes: dict[str, tuple[Any, Any]] = {}
     for path in {**theirs, **ours}:
         # As text, since True and 1.0 equal 1.
@@ -110,11 +112,11 @@ def differences(values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
     return changes
 
 
-def changed_fields(file: Path, config: Any) -> list[str]:
+def list_changed_fields(file: Path, config: Any) -> list[str]:
     """Return a line for each field that differs from a config.json, except `LOCATION`:
     `loop.num_steps: 80 -> 160`.
     """
-    changes = differences(to_dict(config), read_json_object(file)["values"])
+    changes = find_differences(to_dict(config), read_json_object(file)["values"])
     for path in LOCATION:
         changes.pop(path, None)
     return [
@@ -123,16 +125,16 @@ def changed_fields(file: Path, config: Any) -> list[str]:
     ]
 
 
-def leaves(value: Any, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def walk_leaves(value: Any, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted path and value of every leaf of `to_dict`'s result; a list is one leaf."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
-            yield from leaves(inner, prefix=f"{prefix}.{name}" if prefix else name)
+            yield from walk_leaves(inner, prefix=f"{prefix}.{name}" if prefix else name)
     else:
         yield prefix, value
 
 
-def value_at(values: Mapping[str, Any], path: str, default: Any = None) -> Any:
+def get_value_at(values: Mapping[str, Any], path: str, default: Any = None) -> Any:
     """Return the value of `to_dict`'s result at a dotted path, or the default if there is none."""
     value: Any = values
     for name in path.split("."):
@@ -142,12 +144,12 @@ def value_at(values: Mapping[str, Any], path: str, default: Any = None) -> Any:
     return value
 
 
-def code_name(value: Any) -> Any:
+def name_code(value: Any) -> Any:
     """Return the dotted name of a function or class, or `name/flavor` of a spec; lists in order."""
     if value is None:
         return None
     if isinstance(value, list | tuple):
-        return list(map(code_name, value))
+        return list(map(name_code, value))
     if isinstance(getattr(value, "name", None), str):
         flavor = getattr(value, "flavor", None)
         return f"{value.name}/{flavor}" if isinstance(flavor, str) else value.name
@@ -173,7 +175,7 @@ def encode(value: Any) -> Any:
 
 def _dump(entry: ConfigEntry) -> Any:
     if entry.kind == "hidden":
-        return code_name(entry.value)
+        return name_code(entry.value)
     if entry.kind == "node" and isinstance(entry.value, list | tuple):
         return [_dump_item(item, known=typing.get_args(entry.annotation)) for item in entry.value]
     if entry.kind == "node":
@@ -190,7 +192,7 @@ def _dump_item(item: Any, *, known: Sequence[Any]) -> dict[str, Any]:
     """Return an element of a sequence with its class, unless the sequence's type says which."""
     if type(item) in known:
         return to_dict(item)
-    return {_CLASS: code_name(type(item)), **to_dict(item)}
+    return {_CLASS: name_code(type(item)), **to_dict(item)}
 
 
 def _collect(
@@ -204,7 +206,7 @@ def _collect(
         problems.append(f"{path or 'values'} is {data!r}, not an object of fields")
         return
     # Values of one class must not be set into another one, whose fields may have the same names.
-    own = code_name(type(config))
+    own = name_code(type(config))
     if data.get(_CLASS, own) != own:
         problems.append(f"{path} was {data[_CLASS]!r} and is {own!r} in the registry function")
         return
@@ -234,7 +236,7 @@ def _collect_field(
             )
     elif entry.kind == "hidden":
         # Code comes from the function; its name in the file only tells that it is the same.
-        own = code_name(entry.value)
+        own = name_code(entry.value)
         if value != own:
             problems.append(f"{entry.path} was {value!r} and is {own!r} in the registry function")
     else:

@@ -49,7 +49,7 @@ def _write_option(option: str) -> str:
 
 
 @cache
-def known_names() -> dict[str, KnownName]:
+def read_known_names() -> dict[str, KnownName]:
     """Return the rows by name."""
     text = files(__package__).joinpath("known_names.tsv").read_text(encoding="utf-8")
     rows = csv.DictReader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -60,7 +60,7 @@ def find(option: str) -> KnownName | None:
     """Return the row of an option that somebody typed, who may have put `trainer.` before it or
     misspelled it.
     """
-    names = known_names()
+    names = read_known_names()
     for name in (option, option.removeprefix(TRAINER)):
         section = name.rpartition(".")[0]
         for close in difflib.get_close_matches(name, names, n=1, cutoff=0.85):

@@ -43,7 +43,7 @@ def resolve(module: str, function: str) -> ResolvedRun:
     """Call a registry function and return its config; raises ConfigError, which lists the valid
     names.
     """
-    functions = registry_functions(load_module(module))
+    functions = list_registry_functions(load_module(module))
     if function not in functions:
         names = ", ".join(functions) or "none"
         raise ConfigError(f"--config {function}: not a config of {module}; there are: {names}")
@@ -80,7 +80,7 @@ def _name_modules() -> str:
     return ", ".join(sorted(module.name for module in modules))
 
 
-def registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
+def list_registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
     """Return the public functions that a module defines and that need no argument."""
     functions: dict[str, Callable[[], Any]] = {}
     for name, function in vars(module).items():

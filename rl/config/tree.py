@@ -61,7 +61,7 @@ class ConfigEntry:
     @property
     def doc(self) -> str:
         """The field's docstring."""
-        return field_docs(self.owner).get(self.name, "")
+        return read_field_docs(self.owner).get(self.name, "")
 
 
 def list_children(node: Any, *, prefix: str = "") -> list[ConfigEntry]:
@@ -173,7 +173,7 @@ def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: st
             try:
                 convert(value, entry.annotation)
             except ValueError:
-                must = type_name(entry.annotation)
+                must = describe_type(entry.annotation)
                 raise ConfigError(f"{entry.path}={show_value(value)}: must be {must}") from None
             values[entry.name] = value
 
@@ -288,7 +288,7 @@ def convert(value: Any, annotation: Any, *, from_json: bool = False) -> Any:
     elif _is_instance(value, annotation):
         # A number such as 1 for 1.0 must compare and print like the float that it stands for.
         return float(value) if annotation is float and type(value) is int else value
-    raise ValueError(f"{value!r} is not of type {type_name(annotation)}")
+    raise ValueError(f"{value!r} is not of type {describe_type(annotation)}")
 
 
 def _is_instance(value: Any, annotation: Any) -> bool:
@@ -338,7 +338,7 @@ def show_value(value: Any) -> str:
     return type(value).__qualname__ if is_node(value) else repr(value)
 
 
-def type_name(annotation: Any) -> str:
+def describe_type(annotation: Any) -> str:
     """Return a type as a user reads it: `float | None`, `'linear' | 'cosine'`, `tuple[int,
     ...]`.
     """
@@ -348,13 +348,13 @@ def type_name(annotation: Any) -> str:
     if origin is Literal:
         return " | ".join(map(repr, args))
     if origin in (typing.Union, types.UnionType):
-        return " | ".join(map(type_name, args))
+        return " | ".join(map(describe_type, args))
     name = getattr(origin or annotation, "__qualname__", str(annotation))
-    return f"{name}[{', '.join(map(type_name, args))}]" if args else name
+    return f"{name}[{', '.join(map(describe_type, args))}]" if args else name
 
 
 @functools.cache
-def field_docs(cls: type) -> Mapping[str, str]:
+def read_field_docs(cls: type) -> Mapping[str, str]:
     """Return the docstrings of a dataclass's fields by name, inherited ones included."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
@@ -396,7 +396,7 @@ def _is_about_field(message: str, node: Any) -> bool:
 
 
 @contextlib.contextmanager
-def named_as_options(path: str, node: Any) -> Iterator[None]:
+def name_as_options(path: str, node: Any) -> Iterator[None]:
     """Prefix a ValueError that begins with a field of `node` with the node's path."""
     try:
         yield

@@ -120,7 +120,7 @@ def sum_over_world(value: Tensor, *, mesh: DeviceMesh | None) -> float:
     return float(_gather_rows(value.reshape(1), mesh).sum())
 
 
-def sums_over_world(values: Tensor, *, mesh: DeviceMesh | None) -> list[float]:
+def sum_each_over_world(values: Tensor, *, mesh: DeviceMesh | None) -> list[float]:
     """Return the sums of several numbers, [N] float64 on the mesh's device, as `sum_over_world`."""
     sums: list[float] = _gather_rows(values, mesh).sum(0).tolist()
     return sums
@@ -136,7 +136,7 @@ def _gather_rows(values: Tensor, mesh: DeviceMesh | None) -> Tensor:
     return rows.cpu()
 
 
-def on_first_rank(
+def run_on_first_rank(
     function: Callable[[Sequence[V]], T], value: V, *, group: dist.ProcessGroup | None
 ) -> T:
     """Call a function on rank 0 with every rank's value; return or raise its outcome on every rank.
@@ -164,7 +164,7 @@ def on_first_rank(
     return outcome[0]
 
 
-def on_all_ranks(function: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
+def run_on_all_ranks(function: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
     """Call a function on every rank and return its result.
 
     Raises:
@@ -177,7 +177,7 @@ def on_all_ranks(function: Callable[[], T], *, group: dist.ProcessGroup | None) 
     except ValueError as error:
         problem = error
     # All ranks meet here, also those without a problem, so that none goes on alone.
-    on_first_rank(_raise_first, problem, group=group)
+    run_on_first_rank(_raise_first, problem, group=group)
     return results[0]
 
 

@@ -127,7 +127,7 @@ def enable_micro_pipeline(group: dist.ProcessGroup) -> None:
     enable_symm_mem_for_group(group.group_name)
 
 
-def gpus_with_context() -> list[int]:
+def find_gpus_with_context() -> list[int]:
     """Return the indices of the visible GPUs on which this process has a context.
 
     A context takes about 0.5 GB. The question opens none.

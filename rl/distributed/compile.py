@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.configurable import only_if
 from rl.distributed.compat import allow_variants, enable_micro_pipeline, is_awaited
-from rl.utils.caches import settle_caches
+from rl.utils.caches import ensure_private_caches
 
 NUM_VARIANTS = 32
 """Variants of a compiled function, beyond which PyTorch runs it uncompiled."""
@@ -105,7 +105,7 @@ def _compile(function: FunctionT, config: CompileConfig) -> FunctionT:
     # With and without gradient, for the first number of tokens and for any, for one sequence and
     # for several: together these variants exceed PyTorch's limit.
     allow_variants(NUM_VARIANTS)
-    settle_caches()  # Before PyTorch asks for its folder.
+    ensure_private_caches()  # Before PyTorch asks for its folder.
     compiled: Any = torch.compile(function, backend=config.backend)
     return compiled
 

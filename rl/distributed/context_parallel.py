@@ -64,7 +64,7 @@ class ContextParallel:
 
     def token_indices(self, num_tokens: int) -> Tensor:
         """Return the indices of this rank's tokens among all T, [t] int64, in order."""
-        return joined_ranges(self.pieces(num_tokens))
+        return join_ranges(self.pieces(num_tokens))
 
     def gather(self, values_t: Tensor, places_T: Tensor) -> Tensor:
         """Return the values of all ranks' tokens, [T], in the order of `places`, alike on every
@@ -96,9 +96,9 @@ class ContextParallel:
         for rank in range(self.num_ranks):
             pieces += self.pieces(num_tokens, rank=rank)
         # The concatenation has the tokens in the order of `pieces`; the inverse says where each is.
-        return torch.argsort(joined_ranges(pieces))
+        return torch.argsort(join_ranges(pieces))
 
 
-def joined_ranges(ranges: Sequence[tuple[int, int]]) -> Tensor:
+def join_ranges(ranges: Sequence[tuple[int, int]]) -> Tensor:
     """Return the integers of all ranges, one range after another, int64."""
     return torch.cat([torch.arange(start, end) for start, end in ranges])

@@ -45,7 +45,7 @@ class ExpertExchange:
         arrived_PL = all_to_all(
             sent_PL, sent=one_each, received=one_each, group=self.group.group_name
         )
-        num_sent, num_arrived = row_counts(sent_PL, arrived_PL)
+        num_sent, num_arrived = count_rows(sent_PL, arrived_PL)
         arrived_AE = ExchangeRows.apply(rows_SE, num_sent, num_arrived, self.group.group_name)
 
         # Rows arrive sorted by rank, then expert; the experts need them sorted by expert, then
@@ -56,7 +56,7 @@ class ExpertExchange:
             arrived_PL.flatten(), output_size=sum(num_arrived)
         )
         order_A = expert_A.argsort(stable=True)
-        places_A = inverse_permutation(order_A)
+        places_A = invert_permutation(order_A)
         computed_AE = compute(
             select_rows(arrived_AE, rows_S=order_A, places_S=places_A), arrived_PL.sum(0).cumsum(0)
         )
@@ -67,7 +67,7 @@ class ExpertExchange:
         return returned_SE
 
 
-def row_counts(sent_PL: Tensor, arrived_PL: Tensor) -> list[list[int]]:
+def count_rows(sent_PL: Tensor, arrived_PL: Tensor) -> list[list[int]]:
     """Return the numbers of rows sent to and received from each rank."""
     # In a single copy, so that the host waits for the GPU once.
     counts: list[list[int]] = torch.stack((sent_PL.sum(1), arrived_PL.sum(1))).tolist()
@@ -104,7 +104,7 @@ class _SelectRows(torch.autograd.Function):
         return (grad_TKE.sum(1) if grad_TKE.size(1) > 1 else grad_TKE.squeeze(1)), None, None
 
 
-def inverse_permutation(order_S: Tensor) -> Tensor:
+def invert_permutation(order_S: Tensor) -> Tensor:
     """Return the place of each index in `order_S`, [S] int64."""
     # By a scatter, which is cheaper than a second sort.
     inverse_S = torch.empty_like(order_S)

@@ -164,7 +164,7 @@ class ParallelismConfig:
         """True if context-parallel ranks exchange tokens for heads."""
         return self.context_parallel_degree > 1 and self.context_parallel_rotation == "alltoall"
 
-    def degrees(self, world_size: int) -> Degrees:
+    def resolve_degrees(self, world_size: int) -> Degrees:
         """Return the sizes of all axes for a number of processes, or raise ValueError."""
         replicate, tp = self.data_parallel_replicate_degree, self.tensor_parallel_degree
         shard, cp = self.data_parallel_shard_degree, self.context_parallel_degree
@@ -212,21 +212,21 @@ def build_mesh(degrees: Degrees, *, device_type: str, always: bool = False) -> D
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
-def pipeline_axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
+def get_pipeline_axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
     """Return the axis of the ranks with different layers; None without pipeline parallelism."""
     return mesh[PP] if mesh is not None and PP in (mesh.mesh_dim_names or ()) else None
 
 
-def stage_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
+def get_stage_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
     """Return the group of the ranks that hold the same layers; None without a pipeline."""
-    if mesh is None or pipeline_axis(mesh) is None:
+    if mesh is None or get_pipeline_axis(mesh) is None:
         return None
     return flatten_axes(mesh[OF_STAGE], STAGE).get_group()
 
 
-def ranks_of_stage(mesh: DeviceMesh | None) -> int:
+def count_ranks_of_stage(mesh: DeviceMesh | None) -> int:
     """Return the number of ranks that hold the same layers."""
-    pipeline = pipeline_axis(mesh)
+    pipeline = get_pipeline_axis(mesh)
     return 1 if mesh is None else mesh.size() // (1 if pipeline is None else pipeline.size())
 
 
@@ -239,10 +239,10 @@ def build_expert_mesh(mesh: DeviceMesh | None, *, degree: int) -> DeviceMesh | N
     if mesh is None or degree == 1:
         return None
     replicas, tp = mesh[DP_REPLICATE].size(), mesh[TP].size()
-    shards = ranks_of_stage(mesh) // (replicas * tp)
+    shards = count_ranks_of_stage(mesh) // (replicas * tp)
     assert shards % degree == 0, "checked by Degrees"
     names = (DP_REPLICATE, EXPERT_SHARD, EXPERT, TP)
-    num_stages = mesh.size() // ranks_of_stage(mesh)
+    num_stages = mesh.size() // count_ranks_of_stage(mesh)
     # Of all stages' ranks: every rank has to take part in making a group, also of others.
     of_all = init_device_mesh(
         mesh.device_type,

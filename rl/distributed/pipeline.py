@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.schedule_private import make_file_schedule
-from rl.distributed.sharding import local_tensor, reshard, whole_tensor
+from rl.distributed.sharding import gather_whole, local_tensor, reshard
 from rl.distributed.stages import StagePlan
 
 T = TypeVar("T")
@@ -146,7 +146,7 @@ class Pipeline:
             head = self.tied[1]
             if head is not None:
                 head.grad = None  # Also after an error.
-        error = self.from_last(_make_sendable(errors[0] if errors else None))
+        error = self.broadcast_from_last(_make_sendable(errors[0] if errors else None))
         if error is not None:
             raise error
 
@@ -298,13 +298,13 @@ class Pipeline:
         else:
             part_of(target).copy_(moved)
 
-    def from_last(self, value: T) -> T:
+    def broadcast_from_last(self, value: T) -> T:
         """Return the last stage's value on every rank."""
         box = [value]
         dist.broadcast_object_list(box, group_src=self.plan.ranks[-1], group=self.group)
         return box[0]
 
-    def from_all(self, value: T) -> list[T]:
+    def gather_from_all(self, value: T) -> list[T]:
         """Return the values of all ranks of the axis."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
@@ -323,7 +323,7 @@ class Pipeline:
                 whole: list[Tensor] = []
                 box: list[Any] = [None]
                 if item is not None:
-                    whole = [whole_tensor(tensor).contiguous() for tensor in item[1:]]
+                    whole = [gather_whole(tensor).contiguous() for tensor in item[1:]]
                     shapes = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in whole]
                     box = [(item[0], shapes)]
 

@@ -27,9 +27,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.tree import check_bounds
 from rl.distributed.compat import read_recorded_collectives, set_group_timeout, use_one_gloo_worker
-from rl.distributed.mesh import Degrees, build_expert_mesh, build_mesh, get_fsdp_axis, stage_group
-from rl.utils.errors import RunError, optional_write
-from rl.utils.files import atomic_write
+from rl.distributed.mesh import (
+    Degrees,
+    build_expert_mesh,
+    build_mesh,
+    get_fsdp_axis,
+    get_stage_group,
+)
+from rl.utils.errors import RunError, warn_unwritten
+from rl.utils.files import replace_file
 
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 WATCHDOG_FILE = "TORCH_FR_DUMP_TEMP_FILE"
@@ -102,7 +108,7 @@ class RankInfo:
             None,
             *self.mesh.get_all_groups(),
             get_fsdp_axis(self.mesh).get_group(),
-            stage_group(self.mesh),
+            get_stage_group(self.mesh),
         ]
         if self.expert_mesh is not None:
             groups += self.expert_mesh.get_all_groups()
@@ -252,7 +258,7 @@ def barrier() -> None:
 
 
 @contextmanager
-def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
+def await_ranks(what: str, *, record_in: str | None = None) -> Iterator[None]:
     """Add the call and the rank to the error of a failed collective.
 
     The folder `record_in` receives the latest collectives of this rank.
@@ -294,9 +300,9 @@ def write_collectives(folder: str | Path) -> Path | None:
     if not entries:
         return None
     file = Path(folder) / f"collectives_rank{dist.get_rank()}.json"
-    with optional_write(file):  # An OSError must not hide the error of the collective.
+    with warn_unwritten(file):  # An OSError must not hide the error of the collective.
         file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(file) as temporary:
+        with replace_file(file) as temporary:
             temporary.write_text(json.dumps(entries, indent=1) + "\n")
         return file
     return None

@@ -161,7 +161,7 @@ def own_part(tensor: Tensor) -> Tensor:
     )
 
 
-def wrapped_like(tensor: Tensor, local: Tensor) -> Tensor:
+def wrap_like(tensor: Tensor, local: Tensor) -> Tensor:
     """Wrap `local` as this rank's part of a tensor with the shape and layout of `tensor`."""
     if not isinstance(tensor, DTensor):
         return local
@@ -171,7 +171,7 @@ def wrapped_like(tensor: Tensor, local: Tensor) -> Tensor:
     )
 
 
-def distributed(
+def distribute(
     parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> nn.Parameter:
     """Return the parameter in another layout.
@@ -182,13 +182,13 @@ def distributed(
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
-def unwrapped(tensor: Tensor) -> Tensor:
+def unwrap(tensor: Tensor) -> Tensor:
     """Return the tensor without torchao's wrapper for float8 gathering, in the same memory."""
     inner = getattr(local_tensor(tensor), "_tensor", None)
-    return wrapped_like(tensor, inner) if isinstance(inner, Tensor) else tensor
+    return wrap_like(tensor, inner) if isinstance(inner, Tensor) else tensor
 
 
-def local_shard_of(full: Tensor, like: Tensor) -> Tensor:
+def slice_local_shard(full: Tensor, like: Tensor) -> Tensor:
     """Return the part of a whole tensor that corresponds to this rank's part of `like`, as a view.
 
     Raises ValueError if the shapes differ.
@@ -211,7 +211,7 @@ def local_shard_of(full: Tensor, like: Tensor) -> Tensor:
     return full
 
 
-def num_shards(tensor: Tensor) -> int:
+def count_shards(tensor: Tensor) -> int:
     """Return the number of different parts of the tensor; 1 for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return 1
@@ -221,7 +221,7 @@ def num_shards(tensor: Tensor) -> int:
     )
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
+def gather_whole(tensor: Tensor) -> Tensor:
     """Gather the tensor on every rank of its mesh, with one collective per axis that splits it."""
     if not isinstance(tensor, DTensor):
         return tensor

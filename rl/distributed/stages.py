@@ -35,7 +35,7 @@ class StagePlan:
         """Return the stages of a rank, in order."""
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
-    def modules_of(self, rank: int) -> set[str]:
+    def list_modules(self, rank: int) -> set[str]:
         """Return the names of the modules of a rank's stages."""
         return {name for stage in self.of_rank(rank) for name in self.modules[stage]}
 
@@ -53,7 +53,7 @@ class StagePlan:
                     "parallelism.pipeline_parallel_degree to 1"
                 )
 
-    def held_at_once(self, rank: int, *, schedule: str) -> float:
+    def count_held(self, rank: int, *, schedule: str) -> float:
         """Return for how many micro-batches a rank keeps activations at once.
 
         GPipe keeps all; here as if there were one for each stage.

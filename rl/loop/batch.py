@@ -20,8 +20,8 @@ from rl.loop.config import LoopConfig
 from rl.observability.metrics import Mean, Metric, Sum
 from rl.observability.recorder import TrainedRollout
 from rl.protocols import Trainer
-from rl.rollouts.advantage import kl_penalty
-from rl.rollouts.group import RolloutId, ScoredRollout, token_rewards
+from rl.rollouts.advantage import compute_kl_penalty
+from rl.rollouts.group import RolloutId, ScoredRollout, compute_token_rewards
 from rl.rollouts.producer import Batch
 from rl.rollouts.samples import cut, policy_samples
 from rl.types import Rollout, TrainingSample
@@ -54,7 +54,7 @@ async def make_training_batch(
     by_turn = config.advantage.credit == "token"
     rewards_PG: list[list[np.ndarray]] = []
     for members in members_PG:
-        rewards_G = [token_rewards(member, by_turn=by_turn) for member in members]
+        rewards_G = [compute_token_rewards(member, by_turn=by_turn) for member in members]
         rewards_PG.append(rewards_G)
 
     # The KL is part of the reward, so it is subtracted before groups are compared.
@@ -149,7 +149,7 @@ async def _subtract_kl(
     kls: list[np.ndarray] = []
     for sample, reference_T in zip(samples, references, strict=True):
         generator_C = sample.generator_logprobs[sample.mask]
-        kls.append(kl_penalty(generator_C, reference_T[sample.mask], kl_reward.estimator))
+        kls.append(compute_kl_penalty(generator_C, reference_T[sample.mask], kl_reward.estimator))
 
     known = iter(kls)
     penalized_PG: list[list[np.ndarray]] = []

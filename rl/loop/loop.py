@@ -45,7 +45,7 @@ from rl.loop.stop_request import StopRequest
 from rl.loop.sync import WeightSync
 from rl.observability.metrics import Record, Sink
 from rl.observability.recorder import BackgroundWriter, Recorder
-from rl.observability.spans import error_context
+from rl.observability.spans import add_error_context
 from rl.protocols import Publisher, Rewarder, TokenGenerator, Trainer
 from rl.rollouts.environment import Environments
 from rl.rollouts.episode import Episodes
@@ -53,7 +53,7 @@ from rl.rollouts.evaluation import Evaluator
 from rl.rollouts.group import RolloutId, RolloutWorker
 from rl.rollouts.producer import Batch, NothingToLearnError, NumberedProblems, RolloutProducer
 from rl.rollouts.renderer import Renderer
-from rl.rollouts.staleness import StalenessBound, off_policy_steps
+from rl.rollouts.staleness import StalenessBound, count_off_policy_steps
 from rl.tasks.task import Task
 from rl.types import ForwardBackwardResult, LoopPosition, OptimStepResult, SamplingParams
 from rl.utils.clock import BusyClock, now_s
@@ -234,21 +234,21 @@ class Loop(Configurable):
 
     async def _run_steps(self) -> None:
         first, last = self._progress.done + 1, self.config.num_steps
-        with error_context(f"before step {first}"):
+        with add_error_context(f"before step {first}"):
             await self._begin()
         for step in range(first, last + 1):
-            with error_context(f"step {step}"):
+            with add_error_context(f"step {step}"):
                 self._stop.check()
                 await self._step(step)
 
-            with error_context(f"after step {step}"):
+            with add_error_context(f"after step {step}"):
                 if not self._progress.evaluated:
                     self._stop.check()
                     await self._evaluate(step)
                 await self._save(step)
 
         # The generators of a finished run serve its last weights, and its rollouts are on disk.
-        with error_context(f"after step {max(first - 1, last)}"):
+        with add_error_context(f"after step {max(first - 1, last)}"):
             await self._sync.wait_for_pull()
             await self._writer.finish()
 
@@ -280,7 +280,7 @@ class Loop(Configurable):
 
         # The bound holds by construction; tokens are checked all the same, because a generator that
         # keeps old weights would break it silently.
-        staleness = off_policy_steps(
+        staleness = count_off_policy_steps(
             batch.groups,
             step=step,
             step_of_version=self._progress.step_of_version,
@@ -362,13 +362,13 @@ class Loop(Configurable):
 
     async def _wait_for_batch(self, step: int) -> Batch:
         try:
-            return await self._stop.run_until_stop(self._producer.next_batch())
+            return await self._stop.run_until_stop(self._producer.take_batch())
         except StopRequestedError:
             raise
         except Exception:
             # Groups that no batch has taken are recorded here, or nowhere.
-            unused = self._producer.unused()
-            await self._record(lambda recorder: recorder.stopped(step, unused), last=True)
+            unused = self._producer.collect_unused()
+            await self._record(lambda recorder: recorder.record_pending(step, unused), last=True)
             raise
 
     async def _update_weights(self, *, allow_empty: bool) -> OptimStepResult:
@@ -409,7 +409,7 @@ class Loop(Configurable):
             {
                 "step": step,
                 "policy_version": policy_version,
-                **result.metrics(),
+                **result.compute_metrics(),
                 "time/eval_s": eval_s,
             }
         )

@@ -15,7 +15,7 @@ import numpy as np
 from losses.correction import WEIGHT, WEIGHT_SQUARED, effective_sample_share
 from rl.observability.metrics import Last, Max, Mean, Metric, Record, Std, Sum, merge
 from rl.rollouts.evaluation import score_metrics
-from rl.rollouts.group import RolloutWorker, ScoredRollout, equal_rewards
+from rl.rollouts.group import RolloutWorker, ScoredRollout, has_equal_rewards
 from rl.rollouts.producer import Batch, DropReason
 from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Rollout, Score
 from rl.utils.clock import now_s
@@ -150,7 +150,7 @@ def group_metrics(scored_G: Sequence[ScoredRollout], *, size: int) -> dict[str, 
     }
     # A single rollout always equals itself, which would look like a task without anything to learn.
     if size > 1:
-        metrics["reward/equal_groups"] = Mean(equal_rewards(scored_G))
+        metrics["reward/equal_groups"] = Mean(has_equal_rewards(scored_G))
     return metrics
 
 

@@ -56,7 +56,7 @@ class Progress:
         Groups that have finished but are not trained on are generated again, so that a checkpoint
         needs no rollouts.
         """
-        position = self._problems.position(self.done, outstanding=self._producer.outstanding)
+        position = self._problems.make_position(self.done, outstanding=self._producer.outstanding)
         return replace(position, evaluated=self.evaluated, num_empty_steps=self.num_empty_steps)
 
     def finish_step(self, step: int, *, has_gradient: bool) -> None:

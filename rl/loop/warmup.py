@@ -13,11 +13,11 @@ from itertools import islice
 from losses.cross_entropy import CrossEntropyLoss
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
-from rl.observability.spans import error_context
+from rl.observability.spans import add_error_context
 from rl.protocols import Trainer
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import Renderer
-from rl.rollouts.samples import demonstrated
+from rl.rollouts.samples import make_sample_of_demonstration
 from rl.types import OptimParams, Problem
 from rl.utils.errors import RunError
 
@@ -78,9 +78,11 @@ class SupervisedWarmup(Configurable):
         """Train on the problems' demonstrations; `on_step` gets each step's loss per token."""
         config = self.config
         for step in range(config.num_steps):
-            with error_context(f"warm-up step {step + 1}"):
+            with add_error_context(f"warm-up step {step + 1}"):
                 samples = [
-                    await demonstrated(problem, self.environments, renderer=self.renderer)
+                    await make_sample_of_demonstration(
+                        problem, self.environments, renderer=self.renderer
+                    )
                     for problem in islice(problems, config.num_demonstrations)
                 ]
                 if len(samples) < config.num_demonstrations:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl.distributed.collectives import GatherToUse
-from rl.distributed.context_parallel import ContextParallel, joined_ranges
+from rl.distributed.context_parallel import ContextParallel, join_ranges
 from rl.models.attention_grid import attend, build_grids
 from rl.models.compat import VARLEN_TAKES_GROUPED_HEADS, attend_varlen
 from rl.utils.tensor_memory import to_device
@@ -93,7 +93,7 @@ class SequenceLayout:
             keys += [(prefix_begin, prefix_end), (begin, begin + length)]
             num_keys.append(prefix_end - prefix_begin + length)
             begin += length
-        return cls._build(lengths, num_keys, key_rows=joined_ranges(keys))
+        return cls._build(lengths, num_keys, key_rows=join_ranges(keys))
 
     @classmethod
     def of_single_queries(
@@ -124,7 +124,7 @@ class SequenceLayout:
                 num_keys.append(segment_end - sequence_start)
                 keys.append((sequence_start, segment_end))
         # The gathered keys lie in the order of the ranks, not of the packed tokens.
-        rows = context.places(num_tokens)[joined_ranges(keys)]
+        rows = context.places(num_tokens)[join_ranges(keys)]
         return cls._build(num_queries, num_keys, key_rows=rows, context=context).to(device)
 
     @classmethod

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rl.config.configurable import Configurable
 from rl.distributed.mesh import Degrees
-from rl.models.decoder import persistent_buffers
+from rl.models.decoder import find_persistent_buffers
 from rl.models.spec import ModelSpec
 
 
@@ -121,7 +121,7 @@ class ModelConverters:
         before = _list_shapes(model)
         # Generators and folders get these and nothing else, whatever the converters add.
         self.plain_names = tuple(before)
-        self.plain_buffers = tuple(persistent_buffers(model))
+        self.plain_buffers = tuple(find_persistent_buffers(model))
 
         for number, member in enumerate(self.members):
             with _add_position(number):

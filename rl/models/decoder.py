@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl.config.configurable import Configurable
-from rl.distributed.sharding import local_shard_of, local_tensor
+from rl.distributed.sharding import local_tensor, slice_local_shard
 from rl.models.attention import PackedAttention, SequenceLayout
 from rl.models.compat import is_persistent
 from rl.models.low_rank import LowRank
@@ -348,9 +348,9 @@ class Decoder(Configurable, nn.Module):
             x_TE = layer(x_TE, cos, sin, sequences)
 
         hidden_TE = x_TE if isinstance(self.norm, Elsewhere) else self.normed(x_TE)
-        return hidden_TE if head is None else head(*self.head_inputs(hidden_TE))
+        return hidden_TE if head is None else head(*self.prepare_head_inputs(hidden_TE))
 
-    def head_inputs(self, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def prepare_head_inputs(self, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the hidden states and the head's weight as the logits' product takes them."""
         weight_VE = self.head_weight
         if self.float32_head:
@@ -399,7 +399,7 @@ class Decoder(Configurable, nn.Module):
                 # Drawn whole and sliced, although a rank needs its part alone: the numbers then do
                 # not depend on the layout. On the CPU, so that they do not depend on the device.
                 whole = torch.randn(parameter.shape, generator=generator) * std
-                local_tensor(parameter).copy_(local_shard_of(whole, parameter))
+                local_tensor(parameter).copy_(slice_local_shard(whole, parameter))
 
 
 class RMSNorm(nn.RMSNorm):
@@ -464,7 +464,7 @@ class OffsetRMSNorm(nn.RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
-def part_of(model: Decoder, modules: Collection[str]) -> Decoder:
+def take_part(model: Decoder, modules: Collection[str]) -> Decoder:
     """Return a model with only some of the modules, which it shares with `model`.
 
     The names are those of `module_names`: embed_tokens, layers.0, ..., norm, lm_head. The other
@@ -491,7 +491,7 @@ def part_of(model: Decoder, modules: Collection[str]) -> Decoder:
     return part
 
 
-def module_names(config: Decoder.Config) -> list[str]:
+def list_module_names(config: Decoder.Config) -> list[str]:
     """Return the names of a model's modules with parameters, in the order of the forward."""
     names = ["embed_tokens", *(f"layers.{number}" for number in range(config.num_layers)), "norm"]
     return names if config.tie_embeddings else [*names, "lm_head"]
@@ -502,7 +502,7 @@ def linear_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
     return F.linear(hidden_TE, weight_VE)
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+def find_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that belong to the weights, by name, such as a load-balance bias.
 
     Buffers that a model can recompute, such as tables, are registered with `persistent=False`.

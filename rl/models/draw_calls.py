@@ -87,7 +87,7 @@ class DrawCalls:
         self.waiting: list[DrawCall] = []
         """Calls under way, which can be answered with others; changed by the event loop alone."""
 
-    def new(self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams) -> DrawCall:
+    def create_call(self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams) -> DrawCall:
         """Return a call; raise ValueError as `LocalBackend.generate`."""
         if sampling.stop_texts and self._folder is None:
             raise ValueError(

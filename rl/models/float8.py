@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rl.distributed.mesh import Degrees
-from rl.distributed.sharding import unwrapped
+from rl.distributed.sharding import unwrap
 from rl.models.compat import has_forward_hooks
 from rl.models.converter import ModelConverter
 from rl.models.float8_private import multiply_groups_by_torchao
-from rl.models.moe import GroupedExperts, grouped_linear, slice_groups
+from rl.models.moe import GroupedExperts, multiply_groups, slice_groups
 from rl.models.spec import ModelSpec
 
 MULTIPLE = 16
@@ -132,7 +132,7 @@ class Float8(ModelConverter):
             import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)
 
     def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        return unwrapped(tensor)
+        return unwrap(tensor)
 
     def _choose_layers(self, linears: dict[str, nn.Linear]) -> list[str]:
         """Return the layers to convert, in the model's order."""
@@ -291,7 +291,7 @@ class _EmulatedGroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
         ctx.save_for_backward(x_SE, weight_NFE, ends_N)
-        return grouped_linear(
+        return multiply_groups(
             _round_to_float8(x_SE, dim=1), _round_to_float8(weight_NFE, dim=2), ends_N
         )
 
@@ -303,7 +303,7 @@ class _EmulatedGroupedLinear(torch.autograd.Function):
         grad_x = grad_weight = None
         if needs_x:
             weight_NEF = _round_to_float8(weight_NFE, dim=1).transpose(1, 2)
-            grad_x = grouped_linear(_round_to_float8(grad_SF, dim=1), weight_NEF, ends_N)
+            grad_x = multiply_groups(_round_to_float8(grad_SF, dim=1), weight_NEF, ends_N)
         if needs_weight:
             grad_weight = torch.zeros_like(weight_NFE)
             for n, rows in enumerate(slice_groups(ends_N.tolist())):

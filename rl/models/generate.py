@@ -29,9 +29,9 @@ from rl.models.sampling import (
     End,
     check_sampling,
     draw,
-    processed_logprobs,
+    draw_uniforms,
+    process_logits,
     request_seeds,
-    uniforms,
 )
 from rl.types import Completion, FinishReason, SamplingParams
 from rl.utils.errors import RunError
@@ -94,7 +94,7 @@ def generate(
         ends=lambda tokens: tokens[-1] in sampling.stop_token_ids,
     )
     completions = complete(model, requests, sampling=sampling, max_sequences=max_sequences)
-    return by_prompt(completions, sampling=sampling)
+    return group_by_prompt(completions, sampling=sampling)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -135,7 +135,7 @@ def build_requests(
     return requests
 
 
-def by_prompt(
+def group_by_prompt(
     completions: Sequence[Completion], *, sampling: SamplingParams
 ) -> list[list[Completion]]:
     """Return the completions of each prompt, of which `num_samples` follow each other."""
@@ -160,7 +160,7 @@ def complete(
     """
     drawing = Drawing(requests, sampling=sampling, max_sequences=max_sequences)
     drawing.draw(model, is_cancelled)
-    return drawing.completions(policy_version)
+    return drawing.collect_completions(policy_version)
 
 
 class Drawing:
@@ -191,7 +191,7 @@ class Drawing:
         # Lazily: after a pause in a batch, the later batches do not begin.
         return all(batch.draw(model, self._sampling, pauses) for batch in self._batches)
 
-    def completions(self, policy_version: int) -> list[Completion]:
+    def collect_completions(self, policy_version: int) -> list[Completion]:
         """Return the completions in the order of their requests."""
         completions: list[Completion] = []
         for batch in self._batches:
@@ -253,12 +253,14 @@ class _Batch:
         device = model.embed_tokens.weight.device
         longest = max(request.max_tokens for request in self.requests)
         # Drawn again after each pause rather than kept: the numbers depend on the seeds alone.
-        uniforms_NC = torch.stack([uniforms(r.seed, longest) for r in self.requests]).to(device)
+        uniforms_NC = torch.stack([draw_uniforms(r.seed, longest) for r in self.requests]).to(
+            device
+        )
 
         with attach_caches(model, self.caches):
             while self.rows and not pauses():
                 logits_BV = self._decode_next(model) if self.slots else self._prefill(model)
-                logprobs_BV = processed_logprobs(logits_BV, sampling)
+                logprobs_BV = process_logits(logits_BV, sampling)
                 if sampling.temperature == 0:
                     tokens_B = logprobs_BV.argmax(-1)
                 else:

@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rl.config.json import differences, to_dict
+from rl.config.json import find_differences, to_dict
 from rl.models.adapter import DecoderAdapter
 from rl.models.block_fp8 import FP8, check_scales, dequantize, is_scale, read_fp8_block, scale_of
-from rl.models.decoder import persistent_buffers
+from rl.models.decoder import find_persistent_buffers
 from rl.models.folder_check import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -35,10 +35,10 @@ from rl.models.spec import ModelSpec, spec_from_hf
 from rl.models.tokenizer import (
     build_byte_tokenizer,
     check_tokenizer_files,
-    tokenizer_files,
+    list_tokenizer_files,
     write_json,
 )
-from rl.utils.files import atomic_folder, read_json_object
+from rl.utils.files import publish_folder, read_json_object
 
 _TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -166,7 +166,7 @@ class HFFolder:
 
         fields: dict[str, tuple[Any, Any]] = {"model_type": (expected.name, spec.name)}
         if is_same_family:
-            fields = differences(to_dict(spec.model), to_dict(expected.model))
+            fields = find_differences(to_dict(spec.model), to_dict(expected.model))
         problems: list[str] = []
         for name, (old, new) in fields.items():
             if name not in _FREE_FIELDS and not _are_close(old, new):
@@ -200,7 +200,7 @@ class HFFolder:
                     f"{self.path}: tensor {hf_name} is missing{self._explain_missing(hf_name)}"
                 )
         # After the check of missing tensors: a folder may lack the buffers.
-        for name, buffer in hf_buffers(model, adapter).items():
+        for name, buffer in find_hf_buffers(model, adapter).items():
             needed |= dict.fromkeys(adapter.hf_names(name), tuple(buffer.shape))
 
         for hf_name, shape in self.shapes.items():
@@ -239,7 +239,7 @@ class HFFolder:
             tensor: Tensor = handle.get_tensor(name)
             return tensor
 
-    def present(self, names: Iterable[str], adapter: DecoderAdapter) -> list[str]:
+    def list_present(self, names: Iterable[str], adapter: DecoderAdapter) -> list[str]:
         """Return the parameters whose tensors are all in the folder."""
         return [name for name in names if self.files.keys() >= set(adapter.hf_names(name))]
 
@@ -299,10 +299,10 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     return {field: value for field, value in config.items() if field != "quantization_config"}
 
 
-def hf_buffers(model: nn.Module, adapter: DecoderAdapter) -> dict[str, Tensor]:
+def find_hf_buffers(model: nn.Module, adapter: DecoderAdapter) -> dict[str, Tensor]:
     """Return the persistent buffers that a Hugging Face folder may contain, by our names."""
     buffers: dict[str, Tensor] = {}
-    for name, buffer in persistent_buffers(model).items():
+    for name, buffer in find_persistent_buffers(model).items():
         with suppress(KeyError):  # The family's folders have no place for the buffer.
             adapter.hf_names(name)
             buffers[name] = buffer
@@ -340,14 +340,14 @@ def write_hf_folder(
                 stored = tensor.dtype if name in buffers else dtype
                 yield hf_name, tensor.to(device="cpu", dtype=stored).contiguous()
 
-    with atomic_folder(path) as temporary:
+    with publish_folder(path) as temporary:
         config = adapter.hf_config()
         # transformers before 4.56 reads `torch_dtype`, and float32 without it.
         config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
         if tokenizer_from is not None:
             source = Path(tokenizer_from)
             check_tokenizer_files(source)
-            for name in tokenizer_files(source):
+            for name in list_tokenizer_files(source):
                 (temporary / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, temporary / name)
             config |= _read_token_ids(source)

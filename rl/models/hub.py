@@ -14,7 +14,7 @@ from pathlib import Path
 from rl.models.folder_check import CHAT_TEMPLATES
 from rl.models.hf import read_hf_config
 from rl.models.spec import spec_from_hf
-from rl.utils.proxies import used_proxy
+from rl.utils.proxies import find_proxy
 
 TIMEOUT_S = 10.0
 """Longest wait for the hub's first answer."""
@@ -128,7 +128,7 @@ def _describe_failure(name: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, errors.OfflineModeIsEnabled):
         reason = "it is not downloaded, and HF_HUB_OFFLINE forbids that"
     else:
-        proxy = used_proxy(hub)
+        proxy = find_proxy(hub)
         through = "" if proxy is None else f" through the proxy of {proxy}"
         first_line = (str(error).splitlines() or [""])[0]
         cause = f"{type(error).__name__}: {first_line}"

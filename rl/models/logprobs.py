@@ -39,7 +39,7 @@ class VocabularyShard:
     """Name of the process group that shares the vocabulary."""
 
 
-def token_logprobs(
+def compute_token_logprobs(
     hidden_TE: Tensor,
     weight_VE: Tensor,
     *,
@@ -74,7 +74,7 @@ def token_logprobs(
     """
     hidden_TE, weight, shard = _prepare_inputs(hidden_TE, weight_VE, loss_parallel=loss_parallel)
     compute = partial(
-        chunk_logprobs or logprobs_of_chunk,
+        chunk_logprobs or compute_chunk_logprobs,
         weight=weight,
         shard=shard,
         entropy_gradient=entropy_gradient,
@@ -147,7 +147,7 @@ def _prepare_inputs(
     return hidden_TE.to_local(grad_placements=[Partial()]), weight_VE.to_local(), shard
 
 
-def logprobs_of_chunk(
+def compute_chunk_logprobs(
     hidden_CE: Tensor,
     targets_C: Tensor,
     temperatures_C: Tensor,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor
+from rl.distributed.sharding import gather_whole, local_tensor, slice_local_shard
 from rl.models.converter import ModelConverter
 from rl.models.low_rank import SUFFIX, LowRank
 from rl.models.peft import read_peft_folder
@@ -183,7 +183,7 @@ class LoRA(ModelConverter):
         adapter = self._adapters.get(name)
         return tensor if adapter is None else adapter.merge_without_gradient(tensor)
 
-    def peft_factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def yield_peft_factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the Hugging Face name of each weight with its whole A and B.
 
         Factors are gathered, so every rank must consume all. Adapters that only other ranks of a
@@ -192,8 +192,8 @@ class LoRA(ModelConverter):
         for weight, adapter in self._adapters.items():
             if adapter.lora_a.is_meta:
                 continue
-            a = whole_tensor(adapter.lora_a.detach())
-            b = whole_tensor(adapter.lora_b.detach())
+            a = gather_whole(adapter.lora_a.detach())
+            b = gather_whole(adapter.lora_b.detach())
             b_of = self._hf.to_hf(weight, b)
             for hf_name, a_RI in zip(adapter.adapted, a.split(adapter.rank), strict=True):
                 yield hf_name, a_RI, b_of[hf_name]
@@ -245,4 +245,4 @@ def _get_leaf(name: str) -> str:
 
 
 def _fill(parameter: nn.Parameter, whole: Tensor) -> None:
-    local_tensor(parameter).copy_(local_shard_of(whole, parameter))
+    local_tensor(parameter).copy_(slice_local_shard(whole, parameter))

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from rl.distributed.sharding import (
-    distributed,
-    local_shard_of,
+    distribute,
+    gather_whole,
     local_tensor,
     own_part,
-    whole_tensor,
-    wrapped_like,
+    slice_local_shard,
+    wrap_like,
 )
 
 ROWS = 0
@@ -95,8 +95,8 @@ class LowRank(nn.Module):
         # A has the weight's columns, B its rows; R is never split.
         of_a = placement if placement.is_shard(COLUMNS) else Replicate()
         of_b = placement if placement.is_shard(ROWS) else Replicate()
-        self.lora_a = distributed(self.lora_a, mesh, [of_a])
-        self.lora_b = distributed(self.lora_b, mesh, [of_b])
+        self.lora_a = distribute(self.lora_a, mesh, [of_a])
+        self.lora_b = distribute(self.lora_b, mesh, [of_b])
         if placement.is_shard(ROWS):
             self._rows_split, self._rows_index = mesh.size(), mesh.get_local_rank()
             self.rows_ON = self._take_local_rows(self.rows_ON.device)
@@ -107,7 +107,7 @@ class LowRank(nn.Module):
         low = F.linear(own_part(x), own_part(self.lora_a))
         b = self._spread_by_source(own_part(self.lora_b), self.rows_ON)
         added = F.linear(low, b) * self.scale
-        return output + wrapped_like(output, added)
+        return output + wrap_like(output, added)
 
     def merge(self, weight: Tensor) -> Tensor:
         """Return W + s B A with gradients to both factors.
@@ -116,21 +116,21 @@ class LowRank(nn.Module):
         """
         b = self._spread_by_source(own_part(self.lora_b), self.rows_ON)
         product = b @ own_part(self.lora_a)
-        return weight + wrapped_like(weight, product * self.scale)
+        return weight + wrap_like(weight, product * self.scale)
 
     @torch.no_grad()
     def merge_without_gradient(self, weight: Tensor) -> Tensor:
         """Return W + s B A in W's layout and dtype, summed in float32."""
         # Only the factors are gathered: each rank computes the part of the product that it holds.
-        a = whole_tensor(self.lora_a.detach()).float()
-        b = whole_tensor(self.lora_b.detach()).float()
+        a = gather_whole(self.lora_a.detach()).float()
+        b = gather_whole(self.lora_b.detach()).float()
         local = local_tensor(weight)
         if local.numel():
             rows, columns = _find_local_indices(weight)
             b_ONR = self._spread_by_source(b, self._whole_rows_ON.to(b.device))
             product = b_ONR[rows] @ a[:, columns]
             local = (local.float() + self.scale * product).to(weight.dtype)
-        return wrapped_like(weight, local)
+        return wrap_like(weight, local)
 
     def _spread_by_source(self, b_OR: Tensor, rows_ON: Tensor) -> Tensor:
         """Return each row of B in the columns of its own A, with zeros elsewhere, [O, N * R]."""
@@ -139,7 +139,7 @@ class LowRank(nn.Module):
         return (b_OR.unsqueeze(1) * rows_ON.unsqueeze(2)).flatten(1)
 
 
-def adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, LowRank]]:
+def find_adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, LowRank]]:
     """Yield the adapted layers of a model with their adapters."""
     for module in model.modules():
         for name, child in module.named_children():
@@ -151,7 +151,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, LowRank]]:
 
 def follow_base_layers(model: nn.Module) -> None:
     """Shard all adapters like their layers, after tensor and before data parallelism."""
-    for base, adapter in adapted_layers(model):
+    for base, adapter in find_adapted_layers(model):
         adapter.follow(base.weight)
 
 
@@ -161,4 +161,4 @@ def _find_local_indices(weight: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, num_columns = weight.shape
     rows = torch.arange(num_rows, device=weight.device).unsqueeze(1).expand(num_rows, num_columns)
     columns = torch.arange(num_columns, device=weight.device).expand(num_rows, num_columns)
-    return local_shard_of(rows, weight)[:, 0], local_shard_of(columns, weight)[0]
+    return slice_local_shard(rows, weight)[:, 0], slice_local_shard(columns, weight)[0]

@@ -41,15 +41,15 @@ class ModelWork:
     chosen: float = 0.0
     """Share of the experts that one token chooses."""
 
-    def training_flops(self, *, tokens: float, attended: float) -> float:
+    def count_training_flops(self, *, tokens: float, attended: float) -> float:
         """Return the operations of forward and backward; `attended` is summed over the tokens."""
         return tokens * (4 * self.products + 2 * self.trained) + 12 * attended * self.attention
 
-    def sampling_flops(self, *, tokens: float, attended: float) -> float:
+    def count_sampling_flops(self, *, tokens: float, attended: float) -> float:
         """Return the operations of the forward alone."""
         return 2 * tokens * self.products + 4 * attended * self.attention
 
-    def sampling_bytes(
+    def count_sampling_bytes(
         self, *, steps: float, tokens: float, attended: float, itemsize: int
     ) -> float:
         """Return the bytes read to sample the tokens: weights once a step, and each token's cache.
@@ -62,7 +62,7 @@ class ModelWork:
         return itemsize * (weights + attended * self.cached)
 
 
-def model_work(model: Decoder.Config, *, converted: nn.Module | None = None) -> ModelWork:
+def count_work(model: Decoder.Config, *, converted: nn.Module | None = None) -> ModelWork:
     """Count the work of the model as it is sampled, or as it is trained.
 
     Args:

@@ -40,9 +40,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from rl.config.configurable import Configurable
-from rl.distributed.expert_parallel import ExpertExchange, inverse_permutation, select_rows
+from rl.distributed.expert_parallel import ExpertExchange, invert_permutation, select_rows
 from rl.distributed.mesh import EXPERT, TP
-from rl.distributed.sharding import ShardingOptions, distributed, own_part
+from rl.distributed.sharding import ShardingOptions, distribute, own_part
 
 TOKENS = 0
 EXPERTS = 0
@@ -116,7 +116,7 @@ class GroupedExperts(nn.Module):
             torch.empty(config.num_experts, 2 * config.hidden_dim, dim)
         )
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, dim, config.hidden_dim))
-        self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear
+        self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = multiply_groups
         """Product of rows with the weights of their groups; a converter may round it."""
         self.exchange: ExpertExchange | None = None
         """Transport of rows to the ranks that hold their experts, under expert parallelism."""
@@ -127,7 +127,7 @@ class GroupedExperts(nn.Module):
         expert_S, order_S = chosen_TK.flatten().sort(stable=True)
         experts = torch.arange(self.num_experts, device=x_TE.device)
         ends_N = torch.searchsorted(expert_S, experts, right=True)
-        places_S = inverse_permutation(order_S)
+        places_S = invert_permutation(order_S)
 
         rows_SE = select_rows(x_TE, rows_S=order_S // chosen_TK.size(1), places_S=places_S)
         if self.exchange is None:
@@ -188,7 +188,7 @@ class MoE(Configurable, nn.Module):
         """Make router and experts DTensors on the axes that sum, or separate, their gradients."""
         tp, expert_mesh, experts = mesh[TP], config.expert_mesh, self.experts
         if tp.size() > 1:
-            self.router.weight = distributed(self.router.weight, tp, [Replicate()])
+            self.router.weight = distribute(self.router.weight, tp, [Replicate()])
 
         rows: Placement = Replicate()
         columns: Placement = Replicate()
@@ -206,7 +206,7 @@ class MoE(Configurable, nn.Module):
             if expert_mesh is not None:
                 axes = expert_mesh[EXPERT, TP] if tp.size() > 1 else expert_mesh[EXPERT]
                 placements = [Shard(EXPERTS), placement][: axes.ndim]
-            setattr(experts, name, distributed(getattr(experts, name), axes, placements))
+            setattr(experts, name, distribute(getattr(experts, name), axes, placements))
 
     def shard_for_generation(self, mesh: DeviceMesh) -> None:
         """Split each expert over a mesh of one axis.
@@ -214,8 +214,8 @@ class MoE(Configurable, nn.Module):
         Every rank chooses the same experts, and one sum combines the parts.
         """
         experts = self.experts
-        experts.gate_up_proj = distributed(experts.gate_up_proj, mesh, [Shard(ROWS_OF_EXPERT)])
-        experts.down_proj = distributed(experts.down_proj, mesh, [Shard(COLUMNS_OF_EXPERT)])
+        experts.gate_up_proj = distribute(experts.gate_up_proj, mesh, [Shard(ROWS_OF_EXPERT)])
+        experts.down_proj = distribute(experts.down_proj, mesh, [Shard(COLUMNS_OF_EXPERT)])
         self.register_forward_hook(partial(_sum_over_ranks, mesh.get_group()))
 
 
@@ -244,7 +244,7 @@ def _sum_over_ranks(
     return out_TE
 
 
-def grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
+def multiply_groups(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
     """Return [S, F], each group's rows times the weight of the group.
 
     One kernel without host synchronization for bfloat16 on a GPU; one product per group elsewhere.

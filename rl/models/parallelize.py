@@ -48,7 +48,7 @@ from rl.distributed.mesh import CP, DP_REPLICATE, EXPERT_SHARD, TP, ParallelismC
 from rl.distributed.pipeline import Pipeline
 from rl.distributed.sharding import (
     ShardingOptions,
-    distributed,
+    distribute,
     local_tensor,
     prepare_blocks,
     shard_data_parallel,
@@ -62,8 +62,8 @@ from rl.models.decoder import (
     FeedForward,
     TransformerBlock,
     linear_head,
-    module_names,
-    part_of,
+    list_module_names,
+    take_part,
 )
 from rl.models.low_rank import follow_base_layers
 
@@ -145,7 +145,7 @@ def _exchange_heads(model: Decoder, context: ContextParallel | None) -> None:
 
 def _take_parts(model: Decoder, pipeline: Pipeline) -> list[Decoder]:
     """Return the model's part of each of this rank's stages."""
-    parts = [part_of(model, pipeline.plan.modules[stage]) for stage in pipeline.stages]
+    parts = [take_part(model, pipeline.plan.modules[stage]) for stage in pipeline.stages]
     # The embedding of a tied model is in the first stage. The last stage has a copy as its head.
     if model.config.tie_embeddings and pipeline.stages[-1] == pipeline.num_stages - 1:
         weight = model.embed_tokens.weight
@@ -182,7 +182,7 @@ def check_decoder_layout(config: Decoder.Config, parallelism: ParallelismConfig)
                 f"pipeline_parallel_degree={degree}: must be 1, because {owner.__qualname__} has a "
                 "forward of its own, which each stage would run"
             )
-        plan_stages(parallelism, module_names(config))
+        plan_stages(parallelism, list_module_names(config))
     if config.has_experts:
         degree = parallelism.expert_parallel_degree
         if config.num_experts % degree:
@@ -292,7 +292,7 @@ def parallelize_decoder_generator(model: Decoder, mesh: DeviceMesh) -> Decoder:
     return model
 
 
-def generator_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
+def gather_logits(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
     """Return the logits [T, V] on every rank, from a plain or a vocabulary-sharded head weight."""
     if not isinstance(weight_VE, DTensor):
         return linear_head(hidden_TE, weight_VE)
@@ -318,10 +318,10 @@ class ShardedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear, mesh: DeviceMesh, *, dim: int) -> None:
         super().__init__()
-        self.weight = distributed(layer.weight, mesh, [Shard(dim)])
+        self.weight = distribute(layer.weight, mesh, [Shard(dim)])
         self.bias = layer.bias
         if layer.bias is not None and dim == ROWS:
-            self.bias = distributed(layer.bias, mesh, [Shard(ROWS)])
+            self.bias = distribute(layer.bias, mesh, [Shard(ROWS)])
         self.is_partial = dim == COLUMNS
         self.all_reduce: Callable[[Tensor], Tensor] = partial(
             sum_over_ranks, group=mesh.get_group()
@@ -341,7 +341,7 @@ class VocabShardedEmbedding(nn.Module):
 
     def __init__(self, layer: nn.Embedding, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.weight = distributed(layer.weight, mesh, [Shard(ROWS)])
+        self.weight = distribute(layer.weight, mesh, [Shard(ROWS)])
         self.all_reduce: Callable[[Tensor], Tensor] = partial(
             sum_over_ranks, group=mesh.get_group()
         )

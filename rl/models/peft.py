@@ -19,7 +19,7 @@ from torch import Tensor
 from rl.models.folder_check import ADAPTER_CONFIG, check_links, check_not_pointer, has_weights
 from rl.models.hf import check_finite
 from rl.models.tokenizer import write_json
-from rl.utils.files import atomic_folder, read_json_object
+from rl.utils.files import publish_folder, read_json_object
 
 CONFIG_FILE, WEIGHTS_FILE = ADAPTER_CONFIG, "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -129,7 +129,7 @@ def write_peft_folder(
         factors: Hugging Face name of a weight, A and B.
         base_model: folder of the base model's weights.
     """
-    with atomic_folder(folder) as temporary:
+    with publish_folder(folder) as temporary:
         tensors: dict[str, Tensor] = {}
         targets: dict[str, None] = {}
         for name, a_RI, b_OR in factors:

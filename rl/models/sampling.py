@@ -62,7 +62,7 @@ def request_seeds(prompts: Sequence[np.ndarray], *, seed: int, num_samples: int)
     return seeds
 
 
-def uniforms(seed: int, count: int) -> Tensor:
+def draw_uniforms(seed: int, count: int) -> Tensor:
     """Return the random numbers that decide each token of a completion, [C] float64 in [0, 1).
 
     Example:
@@ -74,7 +74,7 @@ def uniforms(seed: int, count: int) -> Tensor:
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def processed_logprobs(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
+def process_logits(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
     """Return the logprobs of the sampled distribution, [B, V] float32, with -inf for excluded
     tokens.
 

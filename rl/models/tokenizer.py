@@ -68,7 +68,7 @@ CHAT_TEMPLATE = """\
 conversation's tokens are a prefix of its continuation's."""
 
 
-def byte_characters() -> list[str]:
+def list_byte_characters() -> list[str]:
     """Return the printable character of each byte in a byte-level vocabulary.
 
     Printable bytes of Latin-1 map to themselves, the others to characters from 256 up.
@@ -82,7 +82,7 @@ def build_byte_tokenizer(folder: str | Path) -> None:
     """Write a tokenizer of the 256 bytes, followed by `SPECIAL_TOKENS` and `WORD_TOKENS`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    vocabulary = {character: byte for byte, character in enumerate(list_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -108,7 +108,7 @@ def build_byte_tokenizer(folder: str | Path) -> None:
     write_json(folder / "generation_config.json", ids)
 
 
-def tokenizer_files(folder: str | Path) -> list[str]:
+def list_tokenizer_files(folder: str | Path) -> list[str]:
     """Return the names of the folder's files that belong to the tokenizer.
 
     Templates in `CHAT_TEMPLATES` belong to it too. Raises ValueError for a link that leaves the
@@ -129,7 +129,7 @@ def check_tokenizer_files(folder: str | Path) -> None:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"tokenizer folder {folder} does not exist")
-    names = tokenizer_files(folder)
+    names = list_tokenizer_files(folder)
     for name in names:
         check_not_pointer(folder / name)
     needed = ["tokenizer_config.json"]
@@ -296,7 +296,7 @@ def _end_ids(file: Path) -> list[Any]:
     return ids if isinstance(ids, list) else [ids]
 
 
-def tokens_before_text(tokenizer: Any) -> tuple[int, ...]:
+def find_tokens_before_text(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that the tokenizer puts before a text, such as `<s>`; most put none."""
     inner = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a", add_special_tokens=True)
@@ -328,7 +328,7 @@ class TokenizerFingerprint:
     complete: bool = True
     """False in checkpoints of older versions, which have no other files than `_FIRST_FILES`."""
 
-    def differences(self, other: TokenizerFingerprint, *, tokens_alone: bool) -> list[str]:
+    def find_differences(self, other: TokenizerFingerprint, *, tokens_alone: bool) -> list[str]:
         """Return the names of the files that differ; with `tokens_alone` those of `TOKEN_FILES`."""
         # Templates have any names, so those of both tokenizers are compared.
         templates = sorted({*self.parts, *other.parts} - {*TOKENIZER_FILES})
@@ -341,11 +341,11 @@ class TokenizerFingerprint:
         return [name for name in names if self.parts.get(name) != other.parts.get(name)]
 
 
-def tokenizer_fingerprint(
+def compute_fingerprint(
     folder: str | Path, *, known_as: str | Path | None = None
 ) -> TokenizerFingerprint:
     """Return the fingerprint of the tokenizer in a folder, recorded under the name `known_as`."""
     parts: dict[str, str] = {}
-    for name in tokenizer_files(folder):
+    for name in list_tokenizer_files(folder):
         parts[name] = hashlib.sha256((Path(folder) / name).read_bytes()).hexdigest()
     return TokenizerFingerprint(folder=str(Path(known_as or folder).resolve()), parts=parts)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
 from rl.config.configurable import only_if
 from rl.config.tree import check_bounds
-from rl.observability.machine import bottleneck, typical
-from rl.observability.metrics import Record, reduced
+from rl.observability.machine import compute_typical_step, find_bottleneck
+from rl.observability.metrics import Record, reduce_metric
 from rl.observability.run_folder import RunFolder
 from rl.observability.spans import read_states
-from rl.utils.errors import optional_write
-from rl.utils.printing import encode_visible, visible
+from rl.utils.errors import warn_unwritten
+from rl.utils.printing import encode_visible, replace_controls
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -55,7 +55,7 @@ class TolerantStream:
 
     def write(self, text: str) -> int:
         # A ValueError is of a closed stream, or of one without the characters.
-        with optional_write(CONSOLE), contextlib.suppress(ValueError):
+        with warn_unwritten(CONSOLE), contextlib.suppress(ValueError):
             self._stream.write(text)
             self._stream.flush()
         return len(text)
@@ -76,7 +76,7 @@ def print_line(text: str, *, stream: TextIO | None = None) -> None:
 
 
 @contextlib.contextmanager
-def progress(
+def show_progress(
     title: str,
     *,
     total: int | None = None,
@@ -140,7 +140,7 @@ class Column(NamedTuple):
         return self.title.rjust(self.width)
 
     def format_cell(self, record: Record) -> str:
-        value = reduced(record.get(self.metric))
+        value = reduce_metric(record.get(self.metric))
         if value is None:
             return "-".rjust(self.width)
         return format(value, self.form if math.isfinite(value) else "").rjust(self.width)
@@ -201,7 +201,7 @@ class LineConsole(Console):
         self._num_rows = 0
 
     def watch(self, title: str, /) -> AbstractContextManager[object]:
-        return progress(title, stream=self._stream)
+        return show_progress(title, stream=self._stream)
 
     def write(self, record: Record) -> None:
         if "eval/correct" in record:
@@ -285,7 +285,7 @@ class LiveConsole(Console):
             self._evaluation = record
         else:
             self._rows = (*self._rows, record)[-self._num_rows :]
-            self._progress.update(self._steps, completed=reduced(record["step"]))
+            self._progress.update(self._steps, completed=reduce_metric(record["step"]))
 
     @contextlib.contextmanager
     def watch(self, title: str, /) -> Iterator[None]:
@@ -330,7 +330,7 @@ class LiveConsole(Console):
         lines: list[RenderableType] = []
         for state in states[:MAX_PROCESS_LINES]:
             line = Text(
-                visible(f"{state.name:<14}{GAP}{state.describe()}"),
+                replace_controls(f"{state.name:<14}{GAP}{state.describe()}"),
                 style="" if state.open else "dim",
                 no_wrap=True,
                 overflow="ellipsis",
@@ -350,8 +350,8 @@ def _join_cells(columns: Sequence[Column], record: Record) -> str:
 
 
 def _format_evaluation(record: Record) -> str:
-    step, correct = reduced(record.get("step")), reduced(record.get("eval/correct"))
-    num_problems = reduced(record.get("eval/num_problems"))
+    step, correct = reduce_metric(record.get("step")), reduce_metric(record.get("eval/correct"))
+    num_problems = reduce_metric(record.get("eval/num_problems"))
     # No problem of the evaluation could be scored.
     line = f"step {step}: correct {math.nan if correct is None else correct:.3f}"
     return line if num_problems is None else f"{line} of {num_problems:.0f} problems"
@@ -373,7 +373,7 @@ def fit_columns(width: int) -> list[Column]:
 # The end of a run
 
 
-def summary(
+def describe_results(
     records: Sequence[Mapping[str, float]],
     *,
     folder: RunFolder,
@@ -415,7 +415,7 @@ def summary(
     if num_steps:
         lines.append(f"  report          python -m rl.report {folder.path}")
 
-    limit = bottleneck(typical(records), config)
+    limit = find_bottleneck(compute_typical_step(records), config)
     if limit is not None:
         lines += [f"  bottleneck      {limit.sentence}", f"  would move it   {limit.setting}"]
     return "\n".join(lines)

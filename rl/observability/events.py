@@ -31,8 +31,8 @@ import psutil
 
 from rl.observability.metrics import to_json
 from rl.observability.spans import MAX_TIME_S
-from rl.utils.errors import optional_write
-from rl.utils.files import AppendFile, atomic_write, json_lines
+from rl.utils.errors import warn_unwritten
+from rl.utils.files import AppendFile, read_json_lines, replace_file
 
 EventName = Literal[
     "started",
@@ -75,13 +75,13 @@ class Events:
 
     def add(self, event: EventName, **fields: object) -> None:
         line = to_json({"time": round(self._wall_clock(), 3), "event": event} | fields) + "\n"
-        with self._lock, optional_write(self.file), closing(AppendFile(self.file)) as file:
+        with self._lock, warn_unwritten(self.file), closing(AppendFile(self.file)) as file:
             file.append(line)
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:
     """Return the events, oldest first, without damaged lines; a missing file has none."""
-    return [event for _, event in json_lines(file) if event is not None and is_event(event)]
+    return [event for _, event in read_json_lines(file) if event is not None and is_event(event)]
 
 
 def is_event(line: Mapping[str, Any]) -> bool:
@@ -104,7 +104,7 @@ def describe_environment(*, gpus: Path = Path("/proc/driver/nvidia/gpus")) -> di
     GPUs are read from the driver's folder `gpus`: asking CUDA would initialise it in the
     controller, which then holds memory of a GPU.
     """
-    from rl.models.batch_invariant.probe import processor
+    from rl.models.batch_invariant.probe import read_processor
 
     versions = {package.name: package.version for package in metadata.distributions()}
     models: list[str] = []
@@ -117,7 +117,7 @@ def describe_environment(*, gpus: Path = Path("/proc/driver/nvidia/gpus")) -> di
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
-        "cpu": processor(),
+        "cpu": read_processor(),
         "num_cpus": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": models,
@@ -128,5 +128,5 @@ def describe_environment(*, gpus: Path = Path("/proc/driver/nvidia/gpus")) -> di
 
 def write_environment(file: Path) -> None:
     """Write environment.json atomically; a full disk is a warning."""
-    with optional_write(file), atomic_write(file) as temporary:
+    with warn_unwritten(file), replace_file(file) as temporary:
         temporary.write_text(json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8")

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from rl.utils.errors import optional_write
+from rl.utils.errors import warn_unwritten
 from rl.utils.files import BoundedFile
-from rl.utils.printing import shortened, visible
+from rl.utils.printing import replace_controls, truncate
 
 OUR_PACKAGES = ("rl", "actors", "losses", "configs", "__main__")
 
@@ -116,9 +116,9 @@ class _LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         prefix = f"{self.formatTime(record)} {record.levelname:<8} {self.source} {record.name}: "
-        text = shortened(super().format(record), most=MAX_RECORD_CHARS)
+        text = truncate(super().format(record), most=MAX_RECORD_CHARS)
         # Replies of a model and names in files are among the records.
-        return "\n".join(prefix + visible(line) for line in text.splitlines() or [""])
+        return "\n".join(prefix + replace_controls(line) for line in text.splitlines() or [""])
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO]):
@@ -146,7 +146,7 @@ class _FileHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            with optional_write(self._file.path):
+            with warn_unwritten(self._file.path):
                 self._file.append(self.format(record) + "\n")
         except Exception:  # noqa: BLE001
             # A record that cannot be formatted; every logging handler does this.

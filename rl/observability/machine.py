@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rl.config.json import value_at
-from rl.observability.metrics import Mean, Record, Sink, reduced
+from rl.config.json import get_value_at
+from rl.observability.metrics import Mean, Record, Sink, reduce_metric
 
 if TYPE_CHECKING:
     # The report names the bottleneck too, and should not wait for the import of torch.
@@ -68,7 +68,7 @@ class MachineLimits:
     """Bytes copied between the device and the host's memory; on a CPU `memory_bytes_per_s`."""
 
 
-def machine_limits(*, dtype: str, num_bytes: int, device: torch.device) -> MachineLimits:
+def measure_limits(*, dtype: str, num_bytes: int, device: torch.device) -> MachineLimits:
     """Measure the limits with the calling thread's number of threads.
 
     Args:
@@ -167,7 +167,7 @@ class RunLimits:
 
     def _compare_decode(self, record: Record) -> float | None:
         drawn, prompts = record.get("perf/generated_tokens_per_s"), record.get("prompt/tokens_mean")
-        context = reduced(record.get("completion/context_mean"))
+        context = reduce_metric(record.get("completion/context_mean"))
         if not (isinstance(drawn, Mean) and drawn.sum > 0 and drawn.count > 0) or context is None:
             return None
 
@@ -175,27 +175,33 @@ class RunLimits:
         tokens, busy_s = drawn.sum / self.num_replicas, drawn.count
         steps = tokens / self.most_running
         if self.waits_for_the_longest:
-            steps = max(steps, reduced(record.get("completion/tokens_max")) or 0.0)
+            steps = max(steps, reduce_metric(record.get("completion/tokens_max")) or 0.0)
 
         prompt_tokens = prompts.sum if isinstance(prompts, Mean) else 0.0
         computed = tokens + prompt_tokens / self.num_samples / self.num_replicas
         attended = tokens * context
-        flops = self.sampled.sampling_flops(tokens=computed, attended=attended)
-        read = self.sampled.sampling_bytes(
+        flops = self.sampled.count_sampling_flops(tokens=computed, attended=attended)
+        read = self.sampled.count_sampling_bytes(
             steps=steps, tokens=tokens, attended=attended, itemsize=self.itemsize
         )
         least_s = max(flops / self.generator.flops_per_s, read / self.generator.memory_bytes_per_s)
         return least_s * self.num_replicas / self.num_generator_ranks / busy_s
 
     def _compare_train(self, record: Record) -> float | None:
-        context, train_s = record.get("packing/context_mean"), reduced(record.get("time/train_s"))
+        context, train_s = (
+            record.get("packing/context_mean"),
+            reduce_metric(record.get("time/train_s")),
+        )
         if not isinstance(context, Mean) or not context.count or not train_s:
             return None
-        flops = self.trained.training_flops(tokens=context.count, attended=context.sum)
+        flops = self.trained.count_training_flops(tokens=context.count, attended=context.sum)
         return flops / self.trainer.flops_per_s / self.num_trainer_ranks / train_s
 
     def _compare_sync(self, record: Record) -> float | None:
-        push_s, pull_s = reduced(record.get("time/push_s")), reduced(record.get("time/pull_s"))
+        push_s, pull_s = (
+            reduce_metric(record.get("time/push_s")),
+            reduce_metric(record.get("time/pull_s")),
+        )
         took_s = (push_s or 0.0) + (pull_s or 0.0)
         if not took_s:
             return None
@@ -208,10 +214,10 @@ class RunLimits:
         return copy_s * copies / took_s
 
     def _compute_idle(self, record: Record) -> float | None:
-        step_s = reduced(record.get("time/step_s"))
+        step_s = reduce_metric(record.get("time/step_s"))
         idle_s: list[float] = []
         for role in ("trainer", "generator"):
-            seconds = reduced(record.get(f"time/{role}_idle_s"))
+            seconds = reduce_metric(record.get(f"time/{role}_idle_s"))
             if seconds is not None:
                 idle_s.append(seconds)
         if not (idle_s and step_s):
@@ -235,7 +241,7 @@ class LimitSink:
     def write(self, record: Record) -> None:
         if "time/step_s" in record:
             shares = self._limits.compute_shares(record)
-            version = reduced(record.get("sync/version"))
+            version = reduce_metric(record.get("sync/version"))
             # A step without a sync has the metrics of the latest sync, of an earlier step.
             if version == self._published:
                 shares.pop("limit/sync", None)
@@ -285,7 +291,7 @@ class Bottleneck:
     """Command-line option that would move the bottleneck, with a value if one is known."""
 
 
-def typical(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def compute_typical_step(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the median of each metric over the steps of a run, without its first steps."""
     steps = [record for record in records if "time/step_s" in record]
     if len(steps) > 2 * NUM_FIRST:
@@ -300,7 +306,7 @@ def typical(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(of_name) for name, of_name in values.items()}
 
 
-def bottleneck(record: Mapping[str, float], config: Config | None = None) -> Bottleneck | None:
+def find_bottleneck(record: Mapping[str, float], config: Config | None = None) -> Bottleneck | None:
     """Return the bottleneck of a step's record, or of `typical`; None if the record has no times.
 
     Without the run's config the advice may be a setting that the run has.
@@ -338,7 +344,7 @@ def bottleneck(record: Mapping[str, float], config: Config | None = None) -> Bot
 def _is_overlap_possible(record: Mapping[str, float], config: Config) -> bool:
     """Return whether generation and training take turns on devices of their own."""
     steps = _get_number(config, "loop.max_off_policy_steps") or record.get("staleness/max", 0.0)
-    return not steps and not value_at(config, "launch.share_gpus")
+    return not steps and not get_value_at(config, "launch.share_gpus")
 
 
 def _choose_overlap_advice(config: Config) -> Advice:
@@ -390,7 +396,7 @@ def _choose_train_advice(record: Mapping[str, float], config: Config, *, is_near
     if record.get("packing/num_micro_batches", 1.0) > 1:
         because = "fewer, larger micro-batches use the machine better, if they fit into memory"
         return because, _format_double(config, "trainer.training.max_tokens_per_microbatch")
-    if _is_on_gpu(config) and value_at(config, "trainer.compile.enable") is False:
+    if _is_on_gpu(config) and get_value_at(config, "trainer.compile.enable") is False:
         return "compiled blocks do more in fewer kernels", "--trainer.compile.enable True"
     because = "its matrix products are small for the machine, and a larger batch uses it better"
     return because, "--loop.groups_per_batch"
@@ -403,13 +409,13 @@ def _format_double(config: Config, path: str) -> str:
 
 
 def _get_number(config: Config, path: str) -> float:
-    value = value_at(config, path)
+    value = get_value_at(config, path)
     return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else 0.0
 
 
 def _is_on_gpu(config: Config) -> bool:
     """Return whether the generator has half precision, which only GPU runs use."""
-    return value_at(config, "generator.dtype") in ("bfloat16", "float16")
+    return get_value_at(config, "generator.dtype") in ("bfloat16", "float16")
 
 
 def _format_percent(share: float) -> str:

@@ -24,9 +24,9 @@ from typing import Any, Protocol, SupportsFloat, TypeVar, runtime_checkable
 import numpy as np
 
 from rl.types import LoopPosition
-from rl.utils.errors import optional_write, writing
-from rl.utils.files import AppendFile, atomic_write, get_previous_file, json_lines
-from rl.utils.threads import WRITE_S, run_aside
+from rl.utils.errors import raise_unwritten, warn_unwritten
+from rl.utils.files import AppendFile, get_previous_file, read_json_lines, replace_file
+from rl.utils.threads import WRITE_S, run_in_thread
 
 MetricT = TypeVar("MetricT", bound="Metric")
 
@@ -166,7 +166,7 @@ omitted.
 """
 
 
-def reduced(metric: Metric | SupportsFloat | None) -> float | None:
+def reduce_metric(metric: Metric | SupportsFloat | None) -> float | None:
     """Return the number of one entry of a record, or None for a mean over nothing."""
     if metric is None or (isinstance(metric, Mean) and not metric.count):
         return None
@@ -179,7 +179,7 @@ def reduce_record(record: Record) -> dict[str, float]:
     """Return the numbers of a record, without empty metrics."""
     numbers = {}
     for name, metric in record.items():
-        number = reduced(metric)
+        number = reduce_metric(metric)
         if number is not None:
             numbers[name] = number
     return numbers
@@ -204,17 +204,17 @@ class MetricsWriter:
         self.num_records = len(read_metrics(path))
         """Number of lines of the file, including those of an earlier writer."""
         self._file = AppendFile(path)
-        with writing(path):
+        with raise_unwritten(path):
             self._file.open()
 
     async def flush_to_disk(self) -> None:
         """Wait until the lines are on the disk; raises UnwrittenError, also after `WRITE_S`."""
-        with writing(self._file.path):
-            await run_aside(self._file.sync, name="fsync", limit_s=WRITE_S)
+        with raise_unwritten(self._file.path):
+            await run_in_thread(self._file.sync, name="fsync", limit_s=WRITE_S)
 
     def write(self, record: Record) -> None:
         """Append one line, without empty metrics; after an UnwrittenError the file is unchanged."""
-        with writing(self._file.path):
+        with raise_unwritten(self._file.path):
             self._file.append(to_json(reduce_record(record)) + "\n")
         self.num_records += 1
 
@@ -271,7 +271,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     A line without a step is damaged; other values that are not numbers are left out.
     """
     records = []
-    for _, line in json_lines(path):
+    for _, line in read_json_lines(path):
         record = None if line is None else read_record(line)
         if record is not None:
             records.append(record)
@@ -343,7 +343,7 @@ def _cut(file: Path, position: LoopPosition | None) -> int:
         logger.warning(
             "the run starts from the beginning: its earlier %s is now %s", file.name, old.name
         )
-        with writing(file):
+        with raise_unwritten(file):
             file.replace(old)
         return 0
     with file.open("rb") as content:
@@ -351,13 +351,13 @@ def _cut(file: Path, position: LoopPosition | None) -> int:
     remaining = [line for line in lines if _is_kept(line, position)]
     num_removed = len(lines) - len(remaining)
 
-    with writing(file):
+    with raise_unwritten(file):
         if num_removed:
             logger.info("%s: removed %d lines of steps that are repeated", file.name, num_removed)
         if not remaining:
             file.unlink()
         elif num_removed:
-            with atomic_write(file) as new, new.open("wb") as shorter:
+            with replace_file(file) as new, new.open("wb") as shorter:
                 shorter.writelines(remaining)
                 shorter.flush()
                 # On the disk before the rename, or a power cut could leave an empty file.
@@ -415,7 +415,7 @@ def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
     axes.grid(True, color="#e6e8ec", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="best", frameon=False, fontsize=9)
-    with optional_write(png_path), atomic_write(png_path) as file:
+    with warn_unwritten(png_path), replace_file(png_path) as file:
         figure.savefig(file, format="png")
 
 

@@ -38,9 +38,9 @@ from rl.rollouts.group import Group, RolloutId
 from rl.rollouts.producer import Batch
 from rl.tasks.data import write_pass_rates
 from rl.types import Rollout, Score, Turn
-from rl.utils.errors import optional_write
-from rl.utils.files import BoundedFile, get_previous_file, json_lines
-from rl.utils.threads import WRITE_S, OverdueError, run_aside
+from rl.utils.errors import warn_unwritten
+from rl.utils.files import BoundedFile, get_previous_file, read_json_lines
+from rl.utils.threads import WRITE_S, OverdueError, run_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class Recorder:
         pairs = zip(batch.groups, trained_PG, strict=True)
         self._record([(group, trained, head) for group, trained in pairs], step, batch)
 
-    def stopped(self, step: int, batch: Batch) -> None:
+    def record_pending(self, step: int, batch: Batch) -> None:
         """Record the producer's groups when the run stopped before this step's batch."""
         head = {"step": step, "kind": "pending"}
         self._record(_make_candidates(batch.groups, head), step, batch)
@@ -178,7 +178,7 @@ class Recorder:
         rates = result.pass_rates()
         if self.config.enable and rates:
             file = self.path.with_name(PASS_RATES)
-            with optional_write(file):
+            with warn_unwritten(file):
                 write_pass_rates(file, rates)
 
     def _choose(self, groups: Sequence[Candidates]) -> list[Entry]:
@@ -207,7 +207,7 @@ class Recorder:
         if not self.config.enable:
             return
         file = BoundedFile(self.path, max_bytes=int(self.config.max_megabytes * 1e6))
-        with optional_write(self.path), closing(file):
+        with warn_unwritten(self.path), closing(file):
             for entry in entries:
                 line = to_json(self._describe(entry)) + "\n"
                 if len(line) > file.max_line:
@@ -263,7 +263,7 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
     """Return the rollouts of both files, oldest first, without damaged lines."""
     rollouts: list[dict[str, Any]] = []
     for part in (get_previous_file(path), path):
-        for _, rollout in json_lines(part):
+        for _, rollout in read_json_lines(part):
             if rollout is not None:
                 rollouts.append(rollout)
     return rollouts
@@ -345,7 +345,7 @@ class BackgroundWriter:
     async def begin(self, write: Callable[[], None]) -> None:
         """Start a write after the previous write; raise the error of the previous write."""
         await self.finish()
-        self._writing = asyncio.create_task(run_aside(write, name=self._name, limit_s=WRITE_S))
+        self._writing = asyncio.create_task(run_in_thread(write, name=self._name, limit_s=WRITE_S))
 
     async def finish(self) -> None:
         """Wait for the write that is under way, and raise its error once.

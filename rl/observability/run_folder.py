@@ -29,17 +29,17 @@ from filelock import FileLock
 
 from rl.observability.metrics import OLD_SUFFIX
 from rl.observability.spans import SPANS_FOLDER, STATE_FOLDER
-from rl.utils.errors import writing
+from rl.utils.errors import raise_unwritten
 from rl.utils.files import (
     LOCK,
     TMP_SUFFIX,
-    atomic_write,
-    folder_errors,
     is_regular,
     lock_folder,
     make_folder,
+    name_folder_errors,
     parse_json,
     read_regular,
+    replace_file,
 )
 
 STARTING_POINTS = "starting_points"
@@ -229,7 +229,7 @@ class RunFolder:
             # With the lock, as another run may have begun here meanwhile.
             check_free(path, overwrite=overwrite)
             _refuse_inputs(path, inputs or {})
-            with folder_errors(path, AS_WHAT):
+            with name_folder_errors(path, AS_WHAT):
                 if overwrite:
                     _clear(path)
                 folder._start()
@@ -266,12 +266,12 @@ class RunFolder:
     def is_finished(self) -> bool:
         return read_status(self.path) == "finished"
 
-    def reopen(self) -> None:
+    def resume_writing(self) -> None:
         """Mark the run as running again, and remove temporary files of its last process."""
         for file in list_files(self.path, suffixes=(TMP_SUFFIX,)):
             file.unlink(missing_ok=True)
         remove_versions(self.path / WEIGHTS)
-        with folder_errors(self.path, AS_WHAT):
+        with name_folder_errors(self.path, AS_WHAT):
             self._start()
 
     def _start(self) -> None:
@@ -283,7 +283,7 @@ class RunFolder:
 
     def mark_finished(self) -> None:
         """Mark the run as finished; after an UnwrittenError it still counts as unfinished."""
-        with writing(self.path / STATUS):
+        with raise_unwritten(self.path / STATUS):
             _write_status(self.path, "finished")
 
     def discard(self) -> None:
@@ -353,7 +353,7 @@ def _describe_run(path: Path, status: Literal["running", "finished"]) -> str:
 
 def _make_new(path: Path) -> bool:
     """Make a folder and its parents; return False if the path exists already."""
-    with folder_errors(path, AS_WHAT):
+    with name_folder_errors(path, AS_WHAT):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             path.mkdir()
@@ -394,5 +394,5 @@ def _clear(path: Path) -> None:
 
 def _write_status(path: Path, status: Literal["running", "finished"]) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    with atomic_write(path / STATUS) as file:
+    with replace_file(path / STATUS) as file:
         file.write_text(json.dumps({"status": status, "since": now, "pid": os.getpid()}) + "\n")

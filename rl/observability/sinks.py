@@ -42,8 +42,8 @@ from rl.observability.loggers import (
 from rl.observability.metrics import Record, read_metrics, reduce_record
 from rl.observability.run_folder import LOGS, METRICS, TENSORBOARD
 from rl.observability.spans import span
-from rl.utils.errors import StopRequestedError, optional_write
-from rl.utils.threads import WorkerThread, run_aside
+from rl.utils.errors import StopRequestedError, warn_unwritten
+from rl.utils.threads import WorkerThread, run_in_thread
 
 INSTALL = "python tools/setup_env.py sinks, or pip install 'relay-rl[sinks]'"
 RUN_ID = "sinks/run_id"
@@ -224,7 +224,7 @@ class RunSinks:
         self._close_s = close_s
 
     @contextmanager
-    def attempt(self) -> Iterator[None]:
+    def show_attempt(self) -> Iterator[None]:
         """Show a loop that continues after the records of metrics.jsonl."""
         records = read_metrics(self._metrics)
         for each in self.loggers:
@@ -264,7 +264,7 @@ class RunSinks:
 
         if self.loggers:
             with span("waits for its sinks"):
-                await run_aside(join, name="sinks")
+                await run_in_thread(join, name="sinks")
 
 
 def open_sinks(
@@ -306,7 +306,7 @@ def open_sinks(
 def _load_run_id(logs: Path) -> str:
     """Return the id of the run, which is made once; on a full disk, for this process only."""
     file, run_id = logs / RUN_ID, uuid.uuid4().hex
-    with optional_write(file):
+    with warn_unwritten(file):
         if file.exists():
             return file.read_text().strip() or run_id
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ from rl.config.configurable import only_if
 from rl.config.tree import check_bounds
 from rl.utils.errors import RunError
 from rl.utils.files import BoundedFile, parse_json, read_regular
-from rl.utils.printing import visible
+from rl.utils.printing import replace_controls
 from rl.utils.processes import ProcessId, get_pid_namespace, identify
 
 P = ParamSpec("P")
@@ -288,7 +288,7 @@ RECORDER = SpanRecorder()
 
 
 @contextlib.contextmanager
-def error_context(where: str) -> Iterator[None]:
+def add_error_context(where: str) -> Iterator[None]:
     """Record a span of this name, and add the name to an error as its position in the run.
 
     A `RunError` keeps the innermost position; any other error gets each of them as a note.
@@ -466,7 +466,7 @@ def _parse_failed_span(span: dict[str, Any]) -> FailedSpan:
 def _check_text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a text")
-    return visible(value)
+    return replace_controls(value)
 
 
 def _check_integer(value: object, *, at_least: int = 0, at_most: int = 2**63 - 1) -> int:

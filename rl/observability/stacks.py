@@ -33,7 +33,7 @@ from typing import Any, BinaryIO
 from rl.observability.spans import STATE_FOLDER, ProcessState
 from rl.utils.compat import list_tasks
 from rl.utils.files import open_regular
-from rl.utils.printing import visible
+from rl.utils.printing import replace_controls
 from rl.utils.processes import (
     ProcessId,
     is_alive,
@@ -180,14 +180,14 @@ async def _request(process: ProcessId, file: BinaryIO, *, timeout_s: float) -> s
         await asyncio.sleep(POLL_S)
         text += file.read(MAX_BYTES - len(text))
         if text.endswith(END.encode()):
-            return visible(text.decode(errors="replace")).removesuffix(END)
+            return replace_controls(text.decode(errors="replace")).removesuffix(END)
 
     if text:
         # `faulthandler` wrote the threads, but the main thread never came to its tasks.
         note = "no stacks of tasks: the main thread does not run Python"
         if len(text) >= MAX_BYTES:
             note = "cut off"
-        return f"{visible(text.decode(errors='replace'))}({note})\n"
+        return f"{replace_controls(text.decode(errors='replace'))}({note})\n"
     return (
         f"no stacks within {timeout_s:g} s: the process is {read_kernel_state(process) or 'dead'}"
     )

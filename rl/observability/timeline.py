@@ -21,7 +21,7 @@ from typing import Any
 from rl.observability.events import read_events
 from rl.observability.run_folder import EVENTS
 from rl.observability.spans import MAX_TIME_S, SPANS_FOLDER, WAITS, read_states
-from rl.utils.files import atomic_write, get_previous_file, open_regular, parse_json
+from rl.utils.files import get_previous_file, open_regular, parse_json, replace_file
 
 MAX_BYTES = 1 << 27
 """Bytes of ended spans that are read: about a million spans."""
@@ -71,7 +71,7 @@ class Span:
 
 # A run has up to a million spans, of few names.
 @functools.lru_cache(maxsize=4096)
-def kind_of(name: str) -> str:
+def find_kind(name: str) -> str:
     """Return the kind of the spans of this name; `other` if no pattern matches.
 
     Example:
@@ -84,7 +84,7 @@ def kind_of(name: str) -> str:
     return "other"
 
 
-def role_order(role: str) -> int:
+def rank_role(role: str) -> int:
     """Return the place of a role from top to bottom; other roles follow."""
     for place, name in enumerate(_ROLES):
         if role.startswith(name):
@@ -164,7 +164,7 @@ def write_timeline(logs: Path, destination: Path) -> int:
 
     origin_s = min(span.start_s for span in spans)
     origin_s = min([origin_s, *(mark["time"] for mark in marks)])
-    processes = sorted({(role_order(span.role), span.process) for span in spans})
+    processes = sorted({(rank_role(span.role), span.process) for span in spans})
     pids = {process: pid for pid, (_, process) in enumerate(processes, start=1)}
     events = itertools.chain(
         _make_names(pids),
@@ -173,7 +173,7 @@ def write_timeline(logs: Path, destination: Path) -> int:
     )
 
     # Event by event: the text of a million spans would take some hundred megabytes.
-    with atomic_write(destination) as temporary, temporary.open("w", encoding="utf-8") as file:
+    with replace_file(destination) as temporary, temporary.open("w", encoding="utf-8") as file:
         head = {"displayTimeUnit": "ms", "otherData": {"begins_at_s": origin_s}}
         file.write(f'{json.dumps(head)[:-1]}, "traceEvents": [\n')
         separator = ""
@@ -233,7 +233,7 @@ def _make_span_events(
             "pid": pids[span.process],
             "tid": 0,
             "id": number,
-            "cat": kind_of(span.name),
+            "cat": find_kind(span.name),
             "name": span.name,
         }
         yield {"ph": "b", **event, "ts": _to_us(span.start_s, origin_s), "args": args}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rl.config.json import value_at
+from rl.config.json import get_value_at
 from rl.observability.events import is_event
 from rl.observability.metrics import parse_number, read_record
 from rl.observability.run_folder import (
@@ -33,7 +33,7 @@ from rl.observability.run_folder import (
 )
 from rl.observability.spans import SPANS_FOLDER
 from rl.observability.timeline import Span, read_spans
-from rl.utils.files import json_lines, parse_json, read_json_object, read_regular
+from rl.utils.files import parse_json, read_json_lines, read_json_object, read_regular
 
 EXPECTED = {
     METRICS: "no step is done, or the file was removed",
@@ -75,7 +75,7 @@ class RunData:
 
     def get_setting(self, path: str, default: Any = None) -> Any:
         """Return a value of the config by its dotted path, such as `loop.max_off_policy_steps`."""
-        return value_at(self.config.get("values", {}), path, default)
+        return get_value_at(self.config.get("values", {}), path, default)
 
     def get_number(self, path: str, default: float) -> float:
         """Return a value of the config that is a number, or else the default."""
@@ -243,7 +243,7 @@ def _read_lines(file: Path, problems: list[str], take: Take) -> list[dict[str, A
     records: list[dict[str, Any]] = []
     damaged: list[int] = []
     try:
-        for number, line in json_lines(file):
+        for number, line in read_json_lines(file):
             record = None if line is None else take(line)
             if record is None:
                 damaged.append(number)

@@ -268,7 +268,7 @@ class KLReward:
         check_bounds(self, "coef", at_least=0, at_most=MAX_REWARD)
 
 
-def kl_penalty(
+def compute_kl_penalty(
     logprobs_C: np.ndarray,
     reference_logprobs_C: np.ndarray,
     estimator: Literal["k1", "k2", "k3"] = "k1",

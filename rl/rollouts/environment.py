@@ -28,9 +28,9 @@ from typing import Any, TypeVar, cast, get_args
 
 from rl.protocols import Environment
 from rl.rollouts.reward_values import MAX_REWARD, to_number
-from rl.types import Message, Observation, Problem, Reply, Role, as_messages
+from rl.types import Message, Observation, Problem, Reply, Role, read_messages
 from rl.utils.errors import RunError
-from rl.utils.printing import shown
+from rl.utils.printing import describe_value
 from rl.utils.threads import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -173,15 +173,15 @@ class EnvironmentCalls:
     def open(self) -> tuple[Message, ...]:
         """Return the opening messages, and keep them; ValueError names the problem."""
         try:
-            self.messages = as_messages(self.environment.opening(), name="opening()")
+            self.messages = read_messages(self.environment.opening(), name="opening()")
             _check_messages(self.messages)
             if not self.messages:
                 raise ValueError("there are no messages, and the model needs at least one")
         except Exception as error:
             raise ValueError(
-                f"the environment of problem {shown(self.problem.id)} "
+                f"the environment of problem {describe_value(self.problem.id)} "
                 f"({type(self.environment).__name__}) does not open: `opening` must return a "
-                f"sequence of Message: {shown(error)}"
+                f"sequence of Message: {describe_value(error)}"
             ) from error
         return self.messages
 
@@ -203,7 +203,7 @@ class EnvironmentCalls:
         except Exception as error:
             slow = f"took longer than step_timeout_s={self.timeout_s:g}"
             raise EnvironmentFailedError(
-                f"the environment {slow if timer.expired() else f'raised {shown(error)}'}"
+                f"the environment {slow if timer.expired() else f'raised {describe_value(error)}'}"
             ) from error
 
 
@@ -245,7 +245,7 @@ class Environments:
                 for calls in group:
                     if calls.open() != group[0].messages:
                         raise ValueError(
-                            f"environments of problem {shown(group[0].problem.id)} open "
+                            f"environments of problem {describe_value(group[0].problem.id)} open "
                             "differently, but a group has one prompt: let `opening` depend on the "
                             "problem alone"
                         )
@@ -262,10 +262,13 @@ class Environments:
 
     def _make(self, problem: Problem) -> EnvironmentCalls:
         try:
-            environment = self.make(problem.private())  # Episodes of a group must not share data.
+            environment = self.make(
+                problem.make_private()
+            )  # Episodes of a group must not share data.
         except Exception as error:
             raise ValueError(
-                f"the environment of problem {shown(problem.id)} cannot be made: {shown(error)}"
+                f"the environment of problem {describe_value(problem.id)} cannot be made: "
+                f"{describe_value(error)}"
             ) from error
         return EnvironmentCalls(
             environment=environment,
@@ -281,8 +284,8 @@ def _check_distinct(group: Sequence[EnvironmentCalls]) -> None:
     if len(environments) == len(group) or all(calls.ends_at_once for calls in group):
         return
     raise ValueError(
-        f"two episodes of problem {shown(group[0].problem.id)} got the same environment, a "
-        f"{type(group[0].environment).__name__}: `environment` must return a new one each time"
+        f"two episodes of problem {describe_value(group[0].problem.id)} got the same environment, "
+        f"a {type(group[0].environment).__name__}: `environment` must return a new one each time"
     )
 
 
@@ -292,7 +295,9 @@ def _check_observation(observation: Any) -> Observation:
     Raises TypeError or ValueError for an invalid field.
     """
     if not isinstance(observation, Observation):
-        raise TypeError(f"`step` returned {shown(observation)}, which is not an Observation")
+        raise TypeError(
+            f"`step` returned {describe_value(observation)}, which is not an Observation"
+        )
     _check_messages(observation.messages)
     reward = _read_number("reward", observation.reward)
     if abs(reward) > MAX_REWARD:
@@ -308,13 +313,13 @@ def _check_observation(observation: Any) -> Observation:
 
 def _read_number(name: Any, value: Any) -> float:
     if not isinstance(name, str):
-        raise ValueError(f"metrics has the key {shown(name)}: a name must be a text")
+        raise ValueError(f"metrics has the key {describe_value(name)}: a name must be a text")
     try:
         number = to_number(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{name}={shown(value)}: must be a finite number")
+        raise ValueError(f"{name}={describe_value(value)}: must be a finite number")
     return number
 
 
@@ -322,6 +327,6 @@ def _check_messages(messages: Sequence[Any]) -> None:
     for i, m in enumerate(messages):
         if not (isinstance(m, Message) and m.role in ROLES and isinstance(m.content, str)):
             raise ValueError(
-                f"messages[{i}]={shown(m)}: must be a Message with a text and a role of "
+                f"messages[{i}]={describe_value(m)}: must be a Message with a text and a role of "
                 f"{', '.join(ROLES)}"
             )

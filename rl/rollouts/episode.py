@@ -38,8 +38,8 @@ from rl.types import (
     Turn,
 )
 from rl.utils.clock import BusyClock, now_s
-from rl.utils.printing import shown
-from rl.utils.threads import all_or_cancel
+from rl.utils.printing import describe_value
+from rl.utils.threads import gather_or_cancel
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Episodes:
                 for episode in episodes:
                     rollouts.append(await episode)
             else:
-                rollouts = await all_or_cancel(episodes)
+                rollouts = await gather_or_cancel(episodes)
             in_order = iter(rollouts)
             return [list(islice(in_order, len(group))) for group in environments]
 
@@ -150,7 +150,7 @@ class Episodes:
         self, prompts: Sequence[np.ndarray], sampling: SamplingParams, session: str | None
     ) -> list[list[Completion]]:
         """Return completions of the generator, and count their time and tokens."""
-        with self.generating.active():
+        with self.generating.measure():
             groups = await self.generator.generate(prompts, sampling=sampling, session=session)
         for completion in chain.from_iterable(groups):
             self.num_generated_tokens += len(completion.token_ids)
@@ -212,7 +212,7 @@ class Episodes:
             return self.renderer.continuation(messages, after=after)
         except Exception as refused:  # by a template or tokenizer, for these messages
             raise EnvironmentFailedError(
-                f"the renderer refused the environment's messages ({shown(refused)})"
+                f"the renderer refused the environment's messages ({describe_value(refused)})"
             ) from refused
 
     def _end(self, turns: Sequence[Turn], *, started: float) -> EndReason | None:
@@ -245,7 +245,8 @@ def _fail(
 ) -> Rollout:
     """Return a rollout whose environment failed in its last turn, and log why."""
     where = (
-        f"turn {len(turns)} of problem {shown(prompt.problem.id)}, reply {shown(turns[-1].text)}"
+        f"turn {len(turns)} of problem {describe_value(prompt.problem.id)}, reply "
+        f"{describe_value(turns[-1].text)}"
     )
     failure = f"{error} in {where}"
     logger.warning("%s", failure, exc_info=error)

@@ -82,7 +82,7 @@ class EvaluationResult:
 
     sets: list[EvaluatedSet]
 
-    def metrics(self) -> dict[str, Metric]:
+    def compute_metrics(self) -> dict[str, Metric]:
         """Return the metrics `eval/<name>` of the first set and `eval/<set>/<name>` of the others.
 
         Failed rollouts, sampled ones too, are counted and left out of the means.

@@ -77,7 +77,7 @@ def check_failures(
         )
 
 
-def equal_rewards(group_G: Sequence[ScoredRollout]) -> bool:
+def has_equal_rewards(group_G: Sequence[ScoredRollout]) -> bool:
     """Return True if all samples of a group have the same reward, or there are none.
 
     The overlong punishment does not count: DAPO's dynamic sampling (arXiv 2503.14476, equation 11)
@@ -86,7 +86,7 @@ def equal_rewards(group_G: Sequence[ScoredRollout]) -> bool:
     return len({member.score.reward for member in group_G}) <= 1
 
 
-def token_rewards(member: ScoredRollout, *, by_turn: bool) -> np.ndarray:
+def compute_token_rewards(member: ScoredRollout, *, by_turn: bool) -> np.ndarray:
     """Return [C] float64: the reward, including the overlong punishment, at the last token.
 
     With `by_turn`, the environment's reward of each turn stands at the last token of that turn
@@ -140,7 +140,7 @@ class RolloutWorker:
             return _leave_out(number, error, is_refused=False)
         # Before the scores: the time between is that of the rewards, not of generation.
         generated_at = now_s()
-        with self.scoring.active():
+        with self.scoring.measure():
             (scores,) = await self.rewarder.score([rollouts])
         scores = [self._add_overlong(r, s) for r, s in zip(rollouts, scores, strict=True)]
         return Group(number=number, rollouts=rollouts, scores=scores, generated_at=generated_at)

@@ -25,9 +25,9 @@ from rl.config.tree import check_bounds
 from rl.rollouts.replies import answer_part, is_thought_open, split_reply
 from rl.rollouts.rubric import UnparsedAnswer
 from rl.types import Rollout
-from rl.utils.numbers import MAGNITUDE, find_numbers, with_ascii_digits
-from rl.utils.printing import shortened
-from rl.utils.proxies import leads_here, used_proxy
+from rl.utils.numbers import MAGNITUDE, convert_digits, find_numbers
+from rl.utils.printing import truncate
+from rl.utils.proxies import find_proxy, leads_here
 
 PLACEHOLDER = re.compile(r"\{(question|answer|reply|conversation)\}")
 _BESIDE = r"(?:(?!\.[0-9])[^\w\n-]|-[ \t])*"
@@ -92,7 +92,7 @@ class NumberGrade:
 
     def read(self, text: str) -> float | None:
         # A judge that thinks aloud names several grades; the last one is its own.
-        matches = list(re.finditer(self.pattern, with_ascii_digits(text)))
+        matches = list(re.finditer(self.pattern, convert_digits(text)))
         if not matches or matches[-1][1] is None:
             return None
         last = matches[-1]
@@ -208,7 +208,7 @@ class Judge:
         # A prompt without the reply would give all replies to a question the same grade.
         if "{reply}" not in self.template and "{conversation}" not in self.template:
             raise ValueError(
-                f"template={shortened(self.template)!r}: must contain {{reply}} or {{conversation}}"
+                f"template={truncate(self.template)!r}: must contain {{reply}} or {{conversation}}"
             )
         check_bounds(self, "max_tokens", "max_concurrency", at_least=1)
         check_bounds(self, "max_retries", "temperature", at_least=0)
@@ -284,7 +284,7 @@ class Judge:
             raise self._make_error(f"the proxy of {proxy} cannot be used: {reason}") from None
 
     def _find_proxy(self) -> str | None:
-        return None if leads_here(self.base_url) else used_proxy(self.base_url)
+        return None if leads_here(self.base_url) else find_proxy(self.base_url)
 
     def _extract_text(self, body: str) -> str:
         """Return the judge's text from the body of the server's answer."""
@@ -310,7 +310,7 @@ class Judge:
     def _clean(self, text: str) -> str:
         """Shorten an answer for a message and remove the key, which a server may echo."""
         key = _read_key(self.api_key_env)
-        return shortened(text.replace(key, "***") if key else text)
+        return truncate(text.replace(key, "***") if key else text)
 
 
 @functools.lru_cache(maxsize=16)

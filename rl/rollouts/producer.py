@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rl.observability.spans import span
-from rl.rollouts.group import Group, check_failures, equal_rewards
+from rl.rollouts.group import Group, check_failures, has_equal_rewards
 from rl.rollouts.staleness import StalenessBound
 from rl.types import LoopPosition, Problem
 from rl.utils.errors import RunError
-from rl.utils.printing import shown
+from rl.utils.printing import describe_value
 
 DropReason = Literal["failed", "equal", "oversize", "long_prompt"]
 
@@ -65,7 +65,7 @@ class NumberedProblems:
         self.num_drawn = max(self.num_drawn, number + 1)
         return number, problem
 
-    def position(self, step: int, *, outstanding: Collection[int]) -> LoopPosition:
+    def make_position(self, step: int, *, outstanding: Collection[int]) -> LoopPosition:
         """Return the position after `step`, given the numbers that were drawn and not used."""
         outstanding = tuple(sorted(self._again.union(outstanding)))
         return LoopPosition(step=step, num_problems=self.num_drawn, outstanding=outstanding)
@@ -83,7 +83,7 @@ def find_reason_to_drop(
         longest = max(rollout.num_tokens for rollout in group.rollouts)
         if longest > max_sample_tokens:
             return "oversize"
-    return "equal" if drop_equal and equal_rewards(group.scored) else None
+    return "equal" if drop_equal and has_equal_rewards(group.scored) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -144,7 +144,7 @@ class RolloutProducer:
         self._changed.set()
 
     @span("waits for a batch")
-    async def next_batch(self) -> Batch:
+    async def take_batch(self) -> Batch:
         """Wait for the groups of the next step and return them.
 
         Raises:
@@ -172,7 +172,7 @@ class RolloutProducer:
         self._start_groups()
         return batch
 
-    def unused(self) -> Batch:
+    def collect_unused(self) -> Batch:
         """Return the groups that finished or were dropped since the last batch.
 
         They explain an error.
@@ -218,8 +218,8 @@ class RolloutProducer:
             if self._error is None:  # cancelled by its own code, not by `close`
                 self.fail(
                     RunError(
-                        f"the rollouts of problem {shown(problem.id)} were cancelled by their own "
-                        "code"
+                        f"the rollouts of problem {describe_value(problem.id)} were cancelled by "
+                        "their own code"
                     )
                 )
             raise

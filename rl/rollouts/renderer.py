@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.models.tokenizer import IM_END, IM_START, tokens_before_text
+from rl.models.tokenizer import IM_END, IM_START, find_tokens_before_text
 from rl.rollouts.control_tokens import (
     ControlTokens,
     Fragment,
@@ -229,7 +229,7 @@ def make_renderer(
 ) -> Renderer:
     """Return the renderer of a config; `stop_token_ids` end a reply."""
     template: Template
-    first_token_ids = tokens_before_text(tokenizer)
+    first_token_ids = find_tokens_before_text(tokenizer)
     if config.kind == "template":
         first_token_ids = ()  # the template writes them
         template = TokenizerTemplate(

@@ -37,9 +37,9 @@ from rl.rollouts.rubric import MAX_CONCURRENCY, CallResult, Rubric, RubricCall
 from rl.types import Rollout, Score
 from rl.utils.descendants import run_guarded
 from rl.utils.errors import RunError
-from rl.utils.printing import shown
+from rl.utils.printing import describe_value
 from rl.utils.processes import signal_name
-from rl.utils.threads import WorkerThread, all_or_cancel
+from rl.utils.threads import WorkerThread, gather_or_cancel
 
 GRACE_S = 1.0
 """Time after its limit in which a call may still answer before its process is killed."""
@@ -63,7 +63,7 @@ class ProcessEndedError(Exception):
         self.exit_code = exit_code
 
 
-def longest_s(
+def compute_longest_s(
     rubric: Rubric, num_rollouts: int, *, time_limit_s: float, start_timeout_s: float = START_S
 ) -> float:
     """Return a bound of the seconds for these rollouts, even if each ends the process at its limit.
@@ -128,8 +128,8 @@ class RewardProcess:
             self.rubric.compute_result(call, slots=self._slots, time_limit_s=self.time_limit_s)
             for call in async_calls
         )
-        sync_results, async_results = await all_or_cancel(
-            [self._run_in_thread(self._make_calls, sync_calls), all_or_cancel(here)]
+        sync_results, async_results = await gather_or_cancel(
+            [self._run_in_thread(self._make_calls, sync_calls), gather_or_cancel(here)]
         )
 
         # Results are in the order of the calls, so each call takes the next one of its kind.
@@ -266,8 +266,9 @@ def check_sendable(rubric: Rubric, *, to_actors: bool = False) -> bytes:
         (_ActorPickler if to_actors else pickle.Pickler)(pickled).dump(rubric)
     except Exception as error:
         raise RunError(
-            f"the rubric cannot be sent to the reward process ({shown(error)}): define its "
-            "functions at the top of a module; a method takes its object along, which must pickle"
+            f"the rubric cannot be sent to the reward process ({describe_value(error)}): define "
+            "its functions at the top of a module; a method takes its object along, which must "
+            "pickle"
         ) from error
     return pickled.getvalue()
 
@@ -300,7 +301,7 @@ def _serve(link: Connection, pickled: bytes) -> None:
         rubric: Rubric = pickle.loads(pickled)
     except Exception as error:  # noqa: BLE001  (imports the modules of the functions)
         traceback.print_exc()
-        link.send(shown(error))
+        link.send(describe_value(error))
         return
     link.send(None)
     while True:

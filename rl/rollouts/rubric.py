@@ -18,7 +18,7 @@ from typing import Any
 
 from rl.rollouts.reward_values import MAX_REWARD, to_number, to_numbers, to_truth
 from rl.types import Prompt, Rollout, Score
-from rl.utils.printing import shortened, shown
+from rl.utils.printing import describe_value, truncate
 from rl.utils.threads import run_now
 
 RewardFn = Callable[[Rollout], float] | Callable[[Rollout], Awaitable[float]]
@@ -327,7 +327,7 @@ class Rubric:
         if isinstance(raised, UnparsedAnswer):
             title, given = f"{title}: its UnparsedAnswer", raised.value
         elif raised is not None:
-            return CallResult(failure=f"{title} raised {shown(raised)}")
+            return CallResult(failure=f"{title} raised {describe_value(raised)}")
 
         valid, why, numbers = "a finite number", "", list[float]()
         try:
@@ -343,15 +343,17 @@ class Rubric:
                 numbers = [to_number(given)] * num
         except (Exception, SystemExit) as error:  # noqa: BLE001  (a value is of any type)
             hint = "" if is_unparsed else _explain(given)
-            why = f" ({hint or shown(error)})"
+            why = f" ({hint or describe_value(error)})"
         if len(numbers) != num or not all(map(math.isfinite, numbers)):
-            return CallResult(failure=f"{title} gave {shown(given)}{why}, but must give {valid}")
+            return CallResult(
+                failure=f"{title} gave {describe_value(given)}{why}, but must give {valid}"
+            )
 
         weight = 0.0 if criterion is None else float(criterion.weight)
         if any(abs(weight * number) > MAX_REWARD for number in numbers):
             return CallResult(
-                failure=f"{title} gave {shown(given)} with weight {weight:g}, but a weighted "
-                f"reward must be within {MAX_REWARD:g} of 0 (divide it by a constant)"
+                failure=f"{title} gave {describe_value(given)} with weight {weight:g}, but a "
+                f"weighted reward must be within {MAX_REWARD:g} of 0 (divide it by a constant)"
             )
         return CallResult(values={name: numbers}, unparsed=(name,) if is_unparsed else ())
 
@@ -424,7 +426,8 @@ class Rubric:
 def make_failed_score(reason: str, *, rollout: Rollout) -> Score:
     """Return a score that says why there is none; its rollout is not trained on."""
     where = (
-        f"on problem {shown(rollout.prompt.problem.id)}, completion {shortened(repr(rollout.text))}"
+        f"on problem {describe_value(rollout.prompt.problem.id)}, completion "
+        f"{truncate(repr(rollout.text))}"
     )
     return Score(reward=0.0, correct=False, failure=f"{reason} {where}")
 
@@ -444,7 +447,7 @@ def _copy_private(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
     for r in rollouts:
         if id(r.prompt) not in copies:
             copies[id(r.prompt)] = Prompt(
-                problem=r.prompt.problem.private(), token_ids=r.prompt.token_ids
+                problem=r.prompt.problem.make_private(), token_ids=r.prompt.token_ids
             )
         prompt = copies[id(r.prompt)]
         mine.append(
@@ -480,7 +483,7 @@ def _check(criterion: Criterion | GroupCriterion) -> None:
     except (TypeError, ValueError, OverflowError):
         is_valid = False
     if not is_valid:
-        weight = shown(criterion.weight)
+        weight = describe_value(criterion.weight)
         raise ValueError(
             f"criterion {name!r}: weight={weight} is not a finite number within {MAX_REWARD:g} of 0"
         )

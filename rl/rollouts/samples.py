@@ -16,7 +16,7 @@ from rl.rollouts.episode import EpisodeLimits, Episodes
 from rl.rollouts.renderer import Renderer
 from rl.types import Completion, Problem, Rollout, SamplingParams, TrainingSample
 from rl.utils.errors import RunError
-from rl.utils.printing import shown
+from rl.utils.printing import describe_value
 from rl.utils.threads import run_now
 
 
@@ -103,13 +103,14 @@ def _check_lengths(rollouts: Sequence[Rollout], advantages_NC: Sequence[np.ndarr
             num += len(c.token_ids)
             if not len(c.token_ids) == len(c.logprobs) == len(c.policy_versions):
                 raise ValueError(
-                    f"a completion of problem {shown(problem.id)} has {len(c.token_ids)} tokens, "
-                    f"{len(c.logprobs)} logprobs and {len(c.policy_versions)} policy versions: "
-                    "must be equally many"
+                    f"a completion of problem {describe_value(problem.id)} has {len(c.token_ids)} "
+                    f"tokens, {len(c.logprobs)} logprobs and {len(c.policy_versions)} policy "
+                    "versions: must be equally many"
                 )
         if len(advantages_C) != num:
             raise ValueError(
-                f"{len(advantages_C)} advantages for {num} tokens of problem {shown(problem.id)}"
+                f"{len(advantages_C)} advantages for {num} tokens of problem "
+                f"{describe_value(problem.id)}"
             )
 
 
@@ -131,7 +132,7 @@ def make_supervised_sample(spans: Sequence[TokenSpan]) -> TrainingSample:
     )
 
 
-def demonstration_sample(prompt_T: np.ndarray, completion_C: np.ndarray) -> TrainingSample:
+def make_demonstration_sample(prompt_T: np.ndarray, completion_C: np.ndarray) -> TrainingSample:
     """Return a demonstration of one turn as a sample."""
     return make_supervised_sample(
         [TokenSpan(prompt_T, is_reply=False), TokenSpan(completion_C, is_reply=True)]
@@ -158,20 +159,20 @@ def cut(sample: TrainingSample, *, max_tokens: int) -> TrainingSample:
     return replace(sample, **arrays)
 
 
-async def demonstrated(
+async def make_sample_of_demonstration(
     problem: Problem, environments: Environments, *, renderer: Renderer
 ) -> TrainingSample:
     """Return the conversation of `demonstrated_rollout` as a sample with advantage one.
 
     Raises as that does.
     """
-    rollout = await demonstrated_rollout(problem, environments, renderer=renderer)
+    rollout = await play_demonstration(problem, environments, renderer=renderer)
     return policy_sample(
         rollout, advantages_C=np.ones(rollout.num_completion_tokens), temperature=1.0
     )
 
 
-async def demonstrated_rollout(
+async def play_demonstration(
     problem: Problem, environments: Environments, *, renderer: Renderer
 ) -> Rollout:
     """Play an episode whose replies are the problem's demonstration, and return the rollout.
@@ -185,7 +186,7 @@ async def demonstrated_rollout(
     replies = problem.demonstrations
     if not replies:
         raise UnfitDemonstrationError(
-            f"problem {shown(problem.id)} has no demonstration to warm up on"
+            f"problem {describe_value(problem.id)} has no demonstration to warm up on"
         )
     episodes = Episodes(
         generator=_Recital(replies, renderer=renderer),
@@ -197,7 +198,9 @@ async def demonstrated_rollout(
     try:
         ((rollout,),) = await episodes.run([problem], sampling=SamplingParams(max_tokens=1))
     except RunError as error:
-        raise ValueError(f"the demonstration of problem {shown(problem.id)}: {error}") from error
+        raise ValueError(
+            f"the demonstration of problem {describe_value(problem.id)}: {error}"
+        ) from error
     if rollout.failure is not None:
         raise ValueError(rollout.failure)
     # "done" means that the environment, not the limit of turns, ended the episode.
@@ -205,17 +208,20 @@ async def demonstrated_rollout(
     if rollout.end != "done" or num_turns < len(replies):
         what = "ends" if rollout.end == "done" else "continues"
         raise UnfitDemonstrationError(
-            f"problem {shown(problem.id)}: its environment {what} after reply {num_turns} of the "
-            f"{len(replies)} demonstrated"
+            f"problem {describe_value(problem.id)}: its environment {what} after reply {num_turns} "
+            f"of the {len(replies)} demonstrated"
         )
     return rollout
 
 
-def demonstrated_now(
+def make_demonstration_samples_now(
     problems: Iterable[Problem], environments: Environments, *, renderer: Renderer
 ) -> list[TrainingSample]:
     """Return `demonstrated` of each problem, for code that cannot await."""
-    return [run_now(demonstrated(problem, environments, renderer=renderer)) for problem in problems]
+    return [
+        run_now(make_sample_of_demonstration(problem, environments, renderer=renderer))
+        for problem in problems
+    ]
 
 
 class _Recital:

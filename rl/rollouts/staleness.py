@@ -120,7 +120,7 @@ class StalenessBound:
             self._finished.pop(last_step, None)
 
 
-def off_policy_steps(
+def count_off_policy_steps(
     groups: Sequence[Group],
     *,
     step: int,

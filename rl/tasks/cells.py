@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from rl.tasks.rows import WrittenNumber, to_plain
-from rl.utils.printing import shortened
+from rl.utils.printing import truncate
 
 MAX_SHOWN_CHARS = 200
 """Longest excerpt of a value in an error's text."""
@@ -86,4 +86,4 @@ def _is_missing(value: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    return shortened(repr(to_plain(value)), most=MAX_SHOWN_CHARS)
+    return truncate(repr(to_plain(value)), most=MAX_SHOWN_CHARS)

@@ -23,8 +23,8 @@ import numpy as np
 from rl.config.tree import check_bounds
 from rl.tasks.rows import WrittenRows, read_filled_lines, read_written_rows
 from rl.types import Problem
-from rl.utils.errors import causes
-from rl.utils.files import atomic_write
+from rl.utils.errors import list_causes
+from rl.utils.files import replace_file
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
@@ -184,7 +184,7 @@ def _find_innermost(error: BaseException) -> str:
     # `datasets` wraps the errors of its readers several times; relay's own say all there is.
     if type(error) is ValueError:
         return str(error)
-    *_, error = causes(error)
+    *_, error = list_causes(error)
     return f"{type(error).__name__}: {error}"
 
 
@@ -359,7 +359,7 @@ def write_pass_rates(path: Path, rates: Mapping[str, float]) -> None:
     for key, rate in rates.items():
         entry = {"id": key, "pass_rate": _check_rate(rate)}
         text += json.dumps(entry, ensure_ascii=False) + "\n"
-    with atomic_write(path) as file:
+    with replace_file(path) as file:
         file.write_text(text, encoding="utf-8")
 
 

@@ -37,7 +37,7 @@ def _describe(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
 
 
-def fingerprint_problems(task: Task, *, seed: int, block: int | None = None) -> ProblemsFingerprint:
+def make_fingerprint(task: Task, *, seed: int, block: int | None = None) -> ProblemsFingerprint:
     """Return the fingerprint of a run's problems.
 
     `block` is that of a fingerprint to compare with.
@@ -71,7 +71,7 @@ def describe_changes(
     saved: ProblemsFingerprint, task: Task, *, seed: int
 ) -> tuple[list[str], list[str]]:
     """Return what differs now: of the training problems, and of the evaluation sets."""
-    now = fingerprint_problems(task, seed=seed, block=saved.block)
+    now = make_fingerprint(task, seed=seed, block=saved.block)
     changes = []
     if now.num != saved.num:
         changes.append(

@@ -83,13 +83,13 @@ class GeneratedTask(Configurable):
 
         Raises ValueError if there are none.
         """
-        return self._not_held_out(self.draw, random.Random(f"train-{seed}"))
+        return self._draw_training(self.draw, random.Random(f"train-{seed}"))
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return training problems in another order."""
-        return self._not_held_out(self.warmup_problem, random.Random(f"warm-up-{seed}"))
+        return self._draw_training(self.warmup_problem, random.Random(f"warm-up-{seed}"))
 
-    def _not_held_out(
+    def _draw_training(
         self, draw: Callable[[random.Random], Problem], generator: random.Random
     ) -> Iterator[Problem]:
         while True:

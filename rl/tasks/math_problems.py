@@ -22,8 +22,8 @@ from rl.tasks.data import import_for_tasks
 from rl.tasks.dataset import DatasetTask
 from rl.tasks.task import Place, Solved, find_answer, required_answer
 from rl.types import Problem, Rollout
-from rl.utils.numbers import find_numbers, number_value, with_ascii_digits
-from rl.utils.printing import shortened
+from rl.utils.numbers import convert_digits, find_numbers, parse_value
+from rl.utils.printing import truncate
 
 GOLD_TIMEOUT_S = 5
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
@@ -70,7 +70,7 @@ class MathProblems(DatasetTask):
 
     def usable(self, problem: Problem) -> bool:
         if problem.answer and (
-            number_value(problem.answer) is not None or _is_readable(problem.answer)
+            parse_value(problem.answer) is not None or _is_readable(problem.answer)
         ):
             return True
         if self.config.unparsed_gold == "skip":
@@ -107,7 +107,7 @@ class MathAnswer:
         answer = required_answer(rollout, self.place)
         is_right = compare_answers(rollout.prompt.problem.answer, answer, self.place)
         if is_right is None:
-            raise UnparsedAnswer(f"math-verify cannot read {shortened(answer, most=200)!r}")
+            raise UnparsedAnswer(f"math-verify cannot read {truncate(answer, most=200)!r}")
         return float(is_right)
 
 
@@ -132,8 +132,8 @@ def compare_answers(gold: str, answer: str, place: Place) -> bool | None:
     the reward process ends a comparison that hangs.
     """
     math_verify = import_for_tasks("math_verify", needed_by="grading mathematics")
-    value = number_value(gold)
-    if value is not None and value == number_value(answer):
+    value = parse_value(gold)
+    if value is not None and value == parse_value(answer):
         return True
     # In a box, the whole answer is one expression; outside, math-verify looks for one in a text.
     answer = _to_latex(answer)
@@ -176,7 +176,7 @@ def _to_latex(text: str) -> str:
         above, below = unicodedata.normalize("NFKC", symbol[0]).split("\u2044")
         return f"\\frac{{{above}}}{{{below}}}"
 
-    return with_ascii_digits(_SYMBOL.sub(write, text))
+    return convert_digits(_SYMBOL.sub(write, text))
 
 
 def _parse(text: str, *, timeout_s: int | None) -> list[Any]:

@@ -22,7 +22,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from rl.utils.files import atomic_write
+from rl.utils.files import replace_file
 
 FORMAT = 1
 """Version of the copies; part of their names."""
@@ -128,7 +128,7 @@ def read_written_rows(path: Path, *, columns: Sequence[str], folder: Path) -> Wr
     if not copy.is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with atomic_write(copy) as temporary:
+            with replace_file(copy) as temporary:
                 _write(temporary, rows)
         except OSError as error:
             raise ValueError(

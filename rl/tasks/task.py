@@ -18,7 +18,7 @@ from rl.protocols import Environment
 from rl.rollouts.replies import answer_part
 from rl.rollouts.rubric import Rubric, UnparsedAnswer
 from rl.types import Problem, Rollout, Turn
-from rl.utils.numbers import last_number
+from rl.utils.numbers import find_last_number
 
 _BOX = re.compile(r"\\boxed\s*\{")
 
@@ -101,7 +101,7 @@ def find_answer(text: str, place: Place, *, is_cut_off: bool = False) -> str | N
         # An answer that is not closed might go on, whether the reply was cut off or not.
         answer = inner if mark and end else ""
     elif place == "last_number":
-        answer = last_number(text, is_cut_off=is_cut_off)
+        answer = find_last_number(text, is_cut_off=is_cut_off)
     elif is_cut_off:
         # Nothing ends a last line or a whole reply but the end of the reply.
         answer = None

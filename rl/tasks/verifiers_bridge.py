@@ -52,7 +52,7 @@ from rl.tasks.verifiers_private import get_state_secrets, make_server, use_serve
 from rl.tasks.verifiers_task import HARNESS_ID
 from rl.tools.tool import BadCall, parse_calls
 from rl.types import Message, Observation, Reply
-from rl.utils.printing import shortened
+from rl.utils.printing import truncate
 from rl.utils.sharing import copy_data
 
 __all__ = ["ConversationHarness"]
@@ -231,7 +231,7 @@ class Episode:
                     f"the environment ended before it asked the model: {self._describe_failure()}"
                 )
             if first:
-                texts = [f"{m.role}: {shortened(m.content, most=200)!r}" for m in first]
+                texts = [f"{m.role}: {truncate(m.content, most=200)!r}" for m in first]
                 raise EpisodeError(
                     f"the environment opens with more than its task's prompt: {texts}"
                 )

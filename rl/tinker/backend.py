@@ -30,8 +30,8 @@ from rl.models.converter import ModelConverters
 from rl.models.generate import DivergedWeightsError, Interrupted, PromptLogprobs
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec, model_spec
-from rl.rollouts.samples import demonstration_sample
-from rl.starting_point import given_folder, random_model
+from rl.rollouts.samples import make_demonstration_sample
+from rl.starting_point import describe_random_model, open_model_folder
 from rl.tinker.turns import FairLock, Turns
 from rl.tinker.types import (
     MAX_SEQ_ID,
@@ -44,7 +44,7 @@ from rl.tinker.types import (
 )
 from rl.training.config import TrainingConfig
 from rl.training.failures import NonFiniteLossError
-from rl.training.models import ModelError, UnsavedModelError, adapted
+from rl.training.models import ModelError, UnsavedModelError, add_adapters
 from rl.types import (
     Completion,
     ForwardBackwardResult,
@@ -122,10 +122,10 @@ class Base(Configurable):
             spec = replace(
                 model_spec("qwen3", config.flavor), batch_invariant=config.batch_invariant
             )
-            start = random_model(cache, spec=spec, seed=config.seed)
+            start = describe_random_model(cache, spec=spec, seed=config.seed)
         else:
             folder = resolve_assets(config.folder, cache=cache, revision=config.hf_revision)
-            start = given_folder(folder, spec=None, batch_invariant=config.batch_invariant)
+            start = open_model_folder(folder, spec=None, batch_invariant=config.batch_invariant)
             if start.spec.model.has_experts:
                 raise ValueError(
                     f"folder={config.folder!r}: must be a dense model, not a mixture of experts"
@@ -158,14 +158,14 @@ class Base(Configurable):
 
 def _count_trained(spec: ModelSpec, lora: LoRA.Config | None) -> int:
     """Return the number of parameters that a model trains."""
-    spec, converters = adapted(replace(spec, batch_invariant=False), lora)
+    spec, converters = add_adapters(replace(spec, batch_invariant=False), lora)
     # On the meta device, which has shapes without memory.
     with torch.device("meta"):
         model = spec.model.build()
         ModelConverters(
             converters,
             spec=spec,
-            degrees=ParallelismConfig().degrees(1),
+            degrees=ParallelismConfig().resolve_degrees(1),
             device=torch.device("meta"),
         ).convert(model)
     return sum(one.numel() for one in model.parameters() if one.requires_grad)
@@ -401,7 +401,7 @@ class TinkerBackend(Configurable):
     async def _push(self, workers: Workers, model_id: str) -> int:
         num_tokens = min(PROBED_TOKENS, self.base_model.max_context_length)
         tokens = np.arange(num_tokens, dtype=np.int32)
-        probe = demonstration_sample(tokens[:1], tokens[1:])
+        probe = make_demonstration_sample(tokens[:1], tokens[1:])
         (logprobs,) = await workers.compute_logprobs([probe], model_id=model_id)
         if not np.isfinite(logprobs).all():
             raise InvalidRequestError(

@@ -24,7 +24,7 @@ from rl.tinker.serving import ServerThread
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.utils.processes import use_threads
-from rl.utils.proxies import exempt_loopback
+from rl.utils.proxies import allow_loopback
 
 
 class LocalTinkerBackend(TinkerBackend):
@@ -103,7 +103,7 @@ class ServiceClient(tinker.ServiceClient):
                 use.
         """
         # The official client reads both when it is created.
-        exempt_loopback()
+        allow_loopback()
         keep_clients_direct()
         self._server = ServerThread(make_backend(backend), storage_folder=storage_folder)
         # The server needs thread pools to end, so a client that nobody closes ends before them.

@@ -31,9 +31,9 @@ from rl.tinker.backend import TinkerBackend
 from rl.tinker.compat import end_by_signal
 from rl.tinker.service.service import Service
 from rl.tinker.types import Limits
-from rl.utils.files import locked_folder
-from rl.utils.printing import say_error
-from rl.utils.processes import give_back_freed_memory, handling_end_signals
+from rl.utils.files import hold_folder_lock
+from rl.utils.printing import print_error
+from rl.utils.processes import give_back_freed_memory, handle_end_signals
 from rl.utils.proxies import LOOPBACK_NAMES, is_loopback
 
 KEY_FILE = ".api_key"
@@ -207,7 +207,7 @@ def lock_storage(folder: Path) -> Iterator[None]:
     only.
     """
     is_new = not folder.exists()
-    with locked_folder(
+    with hold_folder_lock(
         folder, as_what="the storage folder", otherwise="choose another storage_folder"
     ):
         # A folder that exists may have other uses, so its rights stay.
@@ -219,7 +219,7 @@ def lock_storage(folder: Path) -> Iterator[None]:
 
 
 def _warn(text: str) -> None:
-    say_error(f"warning: {text}")
+    print_error(f"warning: {text}")
 
 
 def _read_or_make_key(file: Path) -> str:
@@ -317,7 +317,7 @@ def _stop_on_signals() -> Iterator[asyncio.Event]:
         loop.call_soon_threadsafe(stop.set)
         faulthandler.dump_traceback_later(END_TIMEOUT_S, exit=True)
 
-    with handling_end_signals(handle, loop=loop):
+    with handle_end_signals(handle, loop=loop):
         yield stop
 
 

@@ -28,7 +28,7 @@ from tinker import types as wire
 from rl.config.tree import check_bounds
 from rl.models.generate import PromptLogprobs
 from rl.types import Completion, SamplingParams
-from rl.utils.printing import shortened
+from rl.utils.printing import truncate
 
 Metadata: TypeAlias = dict[str, str]
 
@@ -48,7 +48,7 @@ class TinkerError(Exception):
     status: ClassVar[int]
 
     def __init__(self, text: str) -> None:
-        super().__init__(shortened(text))
+        super().__init__(truncate(text))
 
 
 class InvalidRequestError(TinkerError, ValueError):

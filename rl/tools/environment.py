@@ -18,7 +18,7 @@ from rl.tools.tool import (
 )
 from rl.types import Message, Observation, Problem, Reply
 from rl.utils.clock import now_s
-from rl.utils.threads import all_or_cancel
+from rl.utils.threads import gather_or_cancel
 
 
 class ToolEnvironment:
@@ -72,7 +72,7 @@ class ToolEnvironment:
         made, refused = calls[: self._num_left], calls[self._num_left :]
         self._num_left -= len(made)
         started = now_s()
-        answers = await all_or_cancel(map(self._answer, made))
+        answers = await gather_or_cancel(map(self._answer, made))
         duration_s = now_s() - started
 
         texts = []

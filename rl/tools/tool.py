@@ -23,8 +23,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 
 from rl.rollouts.replies import CALL_CLOSE, CALL_OPEN, MAX_CALLS, ReplyPart, split_reply
-from rl.utils.printing import shortened
-from rl.utils.threads import run_aside
+from rl.utils.printing import truncate
+from rl.utils.threads import run_in_thread
 
 FORM = f'{CALL_OPEN}{{"name": <function-name>, "arguments": <args-json-object>}}{CALL_CLOSE}'
 MAX_QUOTED = 200
@@ -128,7 +128,7 @@ class FunctionTool:
                 if inspect.iscoroutinefunction(self.function):
                     result = await self.function(**passed)
                 else:
-                    result = await run_aside(
+                    result = await run_in_thread(
                         lambda: self._call_plain(passed), name=f"tool-{self.name}"
                     )
         except ToolError:
@@ -231,7 +231,7 @@ def find_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
         raise ToolError(f"Error: arguments of {call.name} are nested too deeply") from None
     if problem is not None:
         where = "".join(f"[{step!r}]" for step in problem.absolute_path)
-        message = shortened(problem.message, most=MAX_QUOTED)
+        message = truncate(problem.message, most=MAX_QUOTED)
         raise ToolError(f"Error: arguments{where} of {call.name}: {message}")
     return tool
 

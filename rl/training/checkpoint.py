@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from rl.config.configurable import Configurable
-from rl.distributed.collectives import on_all_ranks, on_first_rank
+from rl.distributed.collectives import run_on_all_ranks, run_on_first_rank
 from rl.models.folder_check import has_weights
 from rl.models.hf import HFFolder
 from rl.models.peft import is_peft_folder
-from rl.models.tokenizer import tokenizer_fingerprint
+from rl.models.tokenizer import compute_fingerprint
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.checkpoint_files import (
     RANDOM,
@@ -44,10 +44,10 @@ from rl.training.checkpoint_tensors import (
     REFERENCE,
     TRAIN_STATE,
     check_tokenizer,
-    excluded,
-    matching_tensors,
-    model_tensors,
-    optimizer_tensors,
+    collect_model_tensors,
+    collect_optimizer_tensors,
+    is_excluded,
+    match_tensors,
     read_tensors,
     write_tensors,
 )
@@ -57,7 +57,7 @@ from rl.training.policy import Policy
 from rl.training.random_states import name_random_file, pack_random_states, read_random_states
 from rl.training.reference import ReferencePolicy
 from rl.types import LoopPosition
-from rl.utils.files import atomic_folder
+from rl.utils.files import publish_folder
 from rl.utils.processes import process_states, restore_process_states
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Checkpointer(Configurable):
         self.policy = policy
         self.optimizer = optimizer
         self.reference = reference
-        self._tokenizer = None if assets is None else tokenizer_fingerprint(assets)
+        self._tokenizer = None if assets is None else compute_fingerprint(assets)
         # Background saves communicate while training does, so they have a process group of their
         # own.
         self._group: dist.ProcessGroup | None = None
@@ -209,8 +209,8 @@ class Checkpointer(Configurable):
         saved = self._read_checked_state(path)
         tensors = self._match_tensors(path, saved, model_only=model_only, exclude=exclude)
         random = None
-        if not (model_only or excluded(RANDOM, exclude)):
-            random = on_all_ranks(
+        if not (model_only or is_excluded(RANDOM, exclude)):
+            random = run_on_all_ranks(
                 partial(read_random_states, path / self._random_file), group=self._group
             )
 
@@ -226,7 +226,7 @@ class Checkpointer(Configurable):
         if model_only:
             self._start_anew()
             return 0
-        return policy_version if excluded(TRAIN_STATE, exclude) else saved.policy_version
+        return policy_version if is_excluded(TRAIN_STATE, exclude) else saved.policy_version
 
     def _match_tensors(
         self, path: Path, saved: SavedState, *, model_only: bool, exclude: Sequence[str]
@@ -238,7 +238,7 @@ class Checkpointer(Configurable):
             path, saved.tokenizer, self._tokenizer, model_only=model_only, exclude=exclude
         )
         into = self.tensors(model_only=model_only)
-        return matching_tensors(
+        return match_tensors(
             path,
             saved,
             into=into,
@@ -256,12 +256,12 @@ class Checkpointer(Configurable):
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         """Return what a checkpoint holds of this rank, without copying."""
-        tensors = model_tensors(self.policy.model)
+        tensors = collect_model_tensors(self.policy.model)
         if not model_only:
-            tensors |= optimizer_tensors(self.policy.trained_parameters, self.optimizer)
+            tensors |= collect_optimizer_tensors(self.policy.trained_parameters, self.optimizer)
             # The run's folder keeps the first weights nowhere else.
             if self.reference is not None:
-                tensors |= model_tensors(self.reference.policy.model, prefix=REFERENCE)
+                tensors |= collect_model_tensors(self.reference.policy.model, prefix=REFERENCE)
         return tensors
 
     def _list_elsewhere(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -272,7 +272,7 @@ class Checkpointer(Configurable):
 
         here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         elsewhere: dict[str, tuple[int, ...]] = {}
-        for shapes in pipeline.from_all(here):
+        for shapes in pipeline.gather_from_all(here):
             elsewhere |= {name: shape for name, shape in shapes.items() if name not in here}
         return elsewhere
 
@@ -312,8 +312,8 @@ class Checkpointer(Configurable):
         started = time.perf_counter()
         not_written = f"checkpoint {path} was not written, earlier checkpoints are unchanged"
         with ExitStack() as hidden, wrap_checkpoint_errors(not_written):
-            folder = on_first_rank(
-                lambda _: hidden.enter_context(atomic_folder(path)), None, group=self._group
+            folder = run_on_first_rank(
+                lambda _: hidden.enter_context(publish_folder(path)), None, group=self._group
             )
             files = write_tensors(folder, tensors, more=more, group=self._group)
             sums = {file.name: sum_of_file(file) for file in files}
@@ -326,7 +326,7 @@ class Checkpointer(Configurable):
                 hidden.close()  # Gives the folder its name.
                 keep_latest(path, self.config.keep_latest_k)
 
-            on_first_rank(complete, sums, group=self._group)
+            run_on_first_rank(complete, sums, group=self._group)
         num_bytes = sum(file.num_bytes for file in sums.values())
         logger.info("%s: %.3g GB in %.3g s", path, num_bytes / 1e9, time.perf_counter() - started)
 
@@ -343,7 +343,7 @@ class Checkpointer(Configurable):
         # Checksums read the whole checkpoint once, as fast as all ranks together can.
         num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
         share = slice(self._rank, None, num_ranks)
-        on_all_ranks(partial(check_files, path, tensors=True, share=share), group=self._group)
+        run_on_all_ranks(partial(check_files, path, tensors=True, share=share), group=self._group)
         return read_state(path)
 
     def _start_anew(self) -> None:

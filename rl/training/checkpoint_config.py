@@ -19,10 +19,10 @@ from rl.training.checkpoint_files import (
     check_files,
     find_newest_usable,
     is_checkpoint,
+    list_steps,
     read_state,
-    saved_steps,
 )
-from rl.training.checkpoint_tensors import DATALOADER, excluded
+from rl.training.checkpoint_tensors import DATALOADER, is_excluded
 from rl.types import LoopPosition
 
 RUN_FOLDER = "checkpoints"
@@ -161,7 +161,7 @@ def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> Load
         return None
     shared = config.shared_folder
     if shared is None:
-        return initial_source(config)
+        return find_initial_source(config)
 
     # A checkpoint in a shared folder comes before `initial_load_path`, so that a run that is
     # started again with the same command continues.
@@ -171,9 +171,9 @@ def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> Load
         if repairs and load_step == LATEST:
             find_newest_usable(shared, lambda path: _make_source(path, config, model_only=False))
 
-    steps = saved_steps(shared)
+    steps = list_steps(shared)
     if not steps:
-        return initial_source(config)
+        return find_initial_source(config)
     source = _make_source(_find_step(steps, load_step, folder=shared), config, model_only=False)
     if source.position is None and not config.load_only:
         raise ValueError(
@@ -183,7 +183,7 @@ def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> Load
     return source
 
 
-def initial_source(config: CheckpointConfig) -> LoadSource | None:
+def find_initial_source(config: CheckpointConfig) -> LoadSource | None:
     """Return what `initial_load_path` asks to load, or None.
 
     Raises ValueError as `find_load_source`.
@@ -208,14 +208,14 @@ def initial_source(config: CheckpointConfig) -> LoadSource | None:
                 "load_step and exclude_from_loading are only for checkpoints: must not be set with "
                 "initial_load_in_hf=True"
             )
-        if not (path / HF_CONFIG).exists() and (is_checkpoint(path) or saved_steps(path)):
+        if not (path / HF_CONFIG).exists() and (is_checkpoint(path) or list_steps(path)):
             raise ValueError(
                 f"initial_load_in_hf=True: {path} is a checkpoint, or a folder of them, and has no "
                 "config.json: set initial_load_in_hf=False, or give a Hugging Face folder"
             )
         return LoadSource(path=path, model_only=True, position=None)
 
-    steps = saved_steps(path)
+    steps = list_steps(path)
     if steps:
         path = _find_step(steps, load_step, folder=path)
     elif not is_checkpoint(path) or load_step != LATEST:
@@ -226,7 +226,9 @@ def initial_source(config: CheckpointConfig) -> LoadSource | None:
     return _make_source(path, config, model_only=config.initial_load_model_only)
 
 
-def own_checkpoint(folder: Path, *, num_steps: int, skip: Skip | None = None) -> LoadSource | None:
+def find_own_checkpoint(
+    folder: Path, *, num_steps: int, skip: Skip | None = None
+) -> LoadSource | None:
     """Return the latest checkpoint of a run's own folder, or None.
 
     Raises ValueError if it cannot be continued.
@@ -272,7 +274,7 @@ def _check_free(config: CheckpointConfig, folder: Path, load_step: int) -> None:
             f"last_save_in_hf=True: {folder / HF_FOLDER} exists, from a run that ended; move it "
             "away"
         )
-    steps = saved_steps(folder)
+    steps = list_steps(folder)
     if load_step in steps and load_step < max(steps):
         raise ValueError(
             f"load_step={load_step}: {folder} also holds later steps up to {max(steps)}, which "
@@ -300,7 +302,7 @@ def _make_source(path: Path, config: CheckpointConfig, *, model_only: bool) -> L
             f"{path} {_MODEL_ONLY}; load an earlier step, or start from it with "
             "initial_load_model_only"
         )
-    continues = not model_only and not excluded(DATALOADER, config.exclude_from_loading)
+    continues = not model_only and not is_excluded(DATALOADER, config.exclude_from_loading)
     return LoadSource(
         path=path,
         model_only=model_only,

@@ -86,7 +86,7 @@ def step_folder(folder: str | Path, step: int) -> Path:
     return Path(folder) / f"step-{step}"
 
 
-def saved_steps(folder: str | Path) -> dict[int, Path]:
+def list_steps(folder: str | Path) -> dict[int, Path]:
     """Return the checkpoints in a folder by step, in ascending order."""
     folder = Path(folder)
     if not folder.is_dir():
@@ -223,7 +223,7 @@ def find_newest_usable(
         skip: called for each damaged checkpoint; None sets them aside.
     """
     # Only damage is skipped: a checkpoint of another model is an error of the user.
-    for path in reversed(saved_steps(folder).values()):
+    for path in reversed(list_steps(folder).values()):
         try:
             return check(path)
         except DamagedCheckpointError as error:
@@ -233,7 +233,7 @@ def find_newest_usable(
 
 def keep_latest(path: Path, k: int) -> None:
     """Remove all but the latest `k` steps beside a new step; a `k` of 0 keeps all."""
-    steps = saved_steps(path.parent)
+    steps = list_steps(path.parent)
     if not k or path not in steps.values():
         return
     # Step 0 is the seed checkpoint, from which other layouts start, and stays.
@@ -260,7 +260,7 @@ def put_aside(path: Path, error: DamagedCheckpointError) -> None:
     logger.warning("%s; it is set aside as %s, and an earlier one is taken", error, aside.name)
 
 
-def damaged_folders(folder: str | Path) -> list[Path]:
+def list_damaged_folders(folder: str | Path) -> list[Path]:
     return sorted(Path(folder).glob(f"*{DAMAGED}*"))
 
 

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from rl.distributed.sharding import unwrapped
+from rl.distributed.sharding import unwrap
 from rl.models.converter import ModelConverters
-from rl.models.decoder import persistent_buffers
+from rl.models.decoder import find_persistent_buffers
 from rl.models.tokenizer import TokenizerFingerprint
 from rl.training.checkpoint_files import METADATA, RANDOM, SavedState
 from rl.training.checkpoint_metadata import SavedTensors, read_saved_tensors
@@ -41,17 +41,17 @@ TRAIN_STATE, DATALOADER, TOKENIZER, PROBLEMS = "train_state", "dataloader", "tok
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def model_tensors(model: nn.Module, *, prefix: str = MODEL) -> dict[str, Tensor]:
+def collect_model_tensors(model: nn.Module, *, prefix: str = MODEL) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by their names in a checkpoint, without copying."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        tensors[f"{prefix}.{name}"] = unwrapped(parameter.data)
-    for name, buffer in persistent_buffers(model).items():
+        tensors[f"{prefix}.{name}"] = unwrap(parameter.data)
+    for name, buffer in find_persistent_buffers(model).items():
         tensors[f"{prefix}.{name}"] = buffer
     return tensors
 
 
-def optimizer_tensors(
+def collect_optimizer_tensors(
     trained: Mapping[str, nn.Parameter], optimizer: Optimizer
 ) -> dict[str, Tensor]:
     """Return the optimizer's state by its names in a checkpoint, without copying."""
@@ -63,13 +63,13 @@ def optimizer_tensors(
     return tensors
 
 
-def exclusions_of_own(patterns: Iterable[str], *, model_only: bool) -> tuple[str, ...]:
+def select_own_exclusions(patterns: Iterable[str], *, model_only: bool) -> tuple[str, ...]:
     """Return what a run may leave out of its own checkpoint: what is compared, or unreadable."""
     parts = (TOKENIZER,) if model_only else (TOKENIZER, RANDOM)
-    return tuple(part for part in parts if excluded(part, patterns))
+    return tuple(part for part in parts if is_excluded(part, patterns))
 
 
-def excluded(name: str, patterns: Iterable[str]) -> bool:
+def is_excluded(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a pattern is the name, a dotted prefix of it, or a glob that matches it.
 
     Example:
@@ -80,7 +80,7 @@ def excluded(name: str, patterns: Iterable[str]) -> bool:
     return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in patterns)
 
 
-def matching_tensors(
+def match_tensors(
     path: Path,
     saved: SavedState,
     *,
@@ -143,9 +143,9 @@ def check_tokenizer(
     A run that continues needs the same tokenizer and chat template; a run that takes only the
     weights needs the same token ids. An unknown tokenizer (None) is accepted.
     """
-    if saved is None or present is None or excluded(TOKENIZER, exclude):
+    if saved is None or present is None or is_excluded(TOKENIZER, exclude):
         return
-    differences = saved.differences(present, tokens_alone=model_only)
+    differences = saved.find_differences(present, tokens_alone=model_only)
     if differences:
         raise ValueError(
             f"checkpoint {checkpoint} was made with the tokenizer of {saved.folder}, this run has "
@@ -156,7 +156,7 @@ def check_tokenizer(
 
 
 def _check_random_states(path: Path, tensors: SavedTensors, *, exclude: Sequence[str]) -> None:
-    if tensors.pickled and not excluded(RANDOM, exclude):
+    if tensors.pickled and not is_excluded(RANDOM, exclude):
         raise ValueError(
             f"checkpoint {path} is of an older version, which kept random states as pickles: they "
             f"are not read, as a pickle can run code; add {RANDOM} to "
@@ -165,13 +165,13 @@ def _check_random_states(path: Path, tensors: SavedTensors, *, exclude: Sequence
 
 
 def _drop_excluded(shapes: Shapes, exclude: Sequence[str]) -> Shapes:
-    return {name: shape for name, shape in shapes.items() if not excluded(name, exclude)}
+    return {name: shape for name, shape in shapes.items() if not is_excluded(name, exclude)}
 
 
 def _check_exclusions(path: Path, names: Sequence[str], *, exclude: Sequence[str]) -> None:
     """Raise ValueError for a pattern that excludes nothing, which is most likely misspelt."""
     for pattern in exclude:
-        if not any(excluded(name, (pattern,)) for name in names):
+        if not any(is_excluded(name, (pattern,)) for name in names):
             raise ValueError(
                 f"exclude_from_loading: {pattern!r} names nothing that would be loaded from "
                 f"{path}; valid names are {', '.join(names[:7])} ..."
@@ -191,9 +191,9 @@ def _find_converter_differences(
         return
 
     plain = {f"{MODEL}.{name}" for name in (*converters.plain_names, *converters.plain_buffers)}
-    of_model = [name for name in names if excluded(name, (MODEL,))]
+    of_model = [name for name in names if is_excluded(name, (MODEL,))]
     depending = [name for name in of_model if name not in plain] or of_model
-    if not all(excluded(name, exclude) for name in depending):
+    if not all(is_excluded(name, exclude) for name in depending):
         yield f"it was made with {_describe(theirs)}, this run has {_describe(ours)}"
 
 

@@ -14,13 +14,13 @@ from functools import partial
 import torch
 
 from rl.config.rules import check_rules, select_rules
-from rl.config.tree import check_fields, named_as_options
+from rl.config.tree import check_fields, name_as_options
 from rl.distributed.compile import check_async_tensor_parallel, check_compiler
 from rl.distributed.mesh import Degrees
 from rl.distributed.stages import plan_stages
 from rl.models.batch_invariant.model import check_batch_invariant_model
 from rl.models.batch_invariant.probe import check_machine
-from rl.models.decoder import Decoder, module_names
+from rl.models.decoder import Decoder, list_module_names
 from rl.models.parallelize import check_decoder_layout
 from rl.models.spec import ModelSpec
 from rl.run_rules import RULES
@@ -51,9 +51,9 @@ def check_trainer(
     # A script may have edited fields since the config was made, and nobody else judges them.
     check_fields(config)
     config.lr_scheduler.build()
-    for check in trainer_checks(config, spec, world_size=world_size, device_type=device.type):
+    for check in list_trainer_checks(config, spec, world_size=world_size, device_type=device.type):
         check()
-    degrees = config.parallelism.degrees(world_size)
+    degrees = config.parallelism.resolve_degrees(world_size)
 
     # Which kernel a CPU library takes depends on the machine, so that bits are compared here.
     if spec.batch_invariant and device.type == "cpu":
@@ -73,7 +73,7 @@ def check_trainer(
     return degrees
 
 
-def trainer_checks(
+def list_trainer_checks(
     config: TrainerConfig, spec: ModelSpec, *, world_size: int, device_type: str
 ) -> Iterator[Callable[[], object]]:
     """Yield all checks of a trainer alone, each of which raises ValueError.
@@ -96,7 +96,7 @@ def list_model_checks(
 ) -> Iterator[Callable[[], object]]:
     """Yield the checks against the model and the device; a run checks its rules by itself."""
     yield partial(_check_layout, config, spec)  # First what no number of processes could mend.
-    yield partial(config.parallelism.degrees, world_size)
+    yield partial(config.parallelism.resolve_degrees, world_size)
     if config.parallelism.async_tensor_parallel:
         yield partial(
             check_async_tensor_parallel,
@@ -113,7 +113,7 @@ def list_model_checks(
 
 
 def _check_layout(config: TrainerConfig, spec: ModelSpec) -> None:
-    with named_as_options("parallelism", config.parallelism):
+    with name_as_options("parallelism", config.parallelism):
         check_decoder_layout(spec.model, config.parallelism)
     if config.parallelism.pipeline_parallel_degree > 1:
         _check_schedule_file(config, spec)
@@ -124,7 +124,7 @@ def _check_schedule_file(config: TrainerConfig, spec: ModelSpec) -> None:
 
     The same holds of schedules with a name, about which `rl.run_rules` has a rule.
     """
-    file = plan_stages(config.parallelism, module_names(spec.model)).file
+    file = plan_stages(config.parallelism, list_module_names(spec.model)).file
     if file is None or not file.splits_backward:
         return
     path = config.parallelism.pipeline_parallel_schedule_csv

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
-from rl.distributed.mesh import stage_group
-from rl.distributed.process_group import RankInfo, World, awaiting, barrier
-from rl.models.decoder import persistent_buffers
+from rl.distributed.mesh import get_stage_group
+from rl.distributed.process_group import RankInfo, World, await_ranks, barrier
+from rl.models.decoder import find_persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.training.checkpoint import Checkpointer
@@ -40,7 +40,7 @@ from rl.training.checks import check_trainer
 from rl.training.config import Dtype, ExpertBalanceConfig, TrainerConfig, TrainingConfig
 from rl.training.device_memory import explain_memory_errors, reset_peak_memory
 from rl.training.export import export_hf, save_adapter
-from rl.training.failures import CheckpointError, unwritten
+from rl.training.failures import CheckpointError, raise_if_unwritten
 from rl.training.gradients import STEPPED, GradientAccumulator
 from rl.training.memory import estimate_memory
 from rl.training.optimizer import LRSchedule, Optimizer
@@ -307,7 +307,7 @@ class TrainingEngine(Configurable):
 
         Entry t is the logprob of token t in nats; entry 0 is 0.
         """
-        with awaiting("compute_logprobs", record_in=self.failure_folder):
+        with await_ranks("compute_logprobs", record_in=self.failure_folder):
             return self.policy.compute_logprobs(samples) if samples else []
 
     def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
@@ -316,7 +316,7 @@ class TrainingEngine(Configurable):
             raise ValueError(
                 "there is no reference policy to ask: reference.enable is False, must be True"
             )
-        with awaiting("compute_reference_logprobs", record_in=self.failure_folder):
+        with await_ranks("compute_reference_logprobs", record_in=self.failure_folder):
             return self.reference.policy.compute_logprobs(samples) if samples else []
 
     def save_checkpoint(
@@ -338,7 +338,7 @@ class TrainingEngine(Configurable):
         if self._gradient.num_calls:
             raise ValueError("save_checkpoint with a gradient accumulated: call optim_step first")
         self._check_version()
-        with awaiting(f"save_checkpoint of step {self.policy_version}"):
+        with await_ranks(f"save_checkpoint of step {self.policy_version}"):
             self.checkpointer.save(
                 folder,
                 policy_version=self.policy_version,
@@ -359,7 +359,7 @@ class TrainingEngine(Configurable):
                 architecture, or it lacks the reference policy's weights.
         """
         self.drop_gradient()
-        with awaiting(f"load_checkpoint from {folder}"):
+        with await_ranks(f"load_checkpoint from {folder}"):
             self.policy_version = self.checkpointer.load(
                 folder, policy_version=self.policy_version, model_only=model_only, exclude=exclude
             )
@@ -380,7 +380,7 @@ class TrainingEngine(Configurable):
         """
         self._check_version()
         stored_as = getattr(torch, dtype or self.config.checkpoint.export_dtype)
-        with awaiting(f"export_hf of step {self.policy_version}"), unwritten(folder):
+        with await_ranks(f"export_hf of step {self.policy_version}"), raise_if_unwritten(folder):
             export_hf(self.policy, folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
 
     def save_adapter(self, folder: str) -> None:
@@ -392,7 +392,7 @@ class TrainingEngine(Configurable):
             ValueError: there is no LoRA among the converters.
         """
         self._check_version()
-        with awaiting(f"save_adapter of step {self.policy_version}"), unwritten(folder):
+        with await_ranks(f"save_adapter of step {self.policy_version}"), raise_if_unwritten(folder):
             save_adapter(self.policy, folder)
 
     def model_state_dict(self) -> dict[str, Tensor]:
@@ -402,7 +402,7 @@ class TrainingEngine(Configurable):
         copied. A rank of a pipeline has those of its stages.
         """
         self._check_version()
-        with awaiting("model_state_dict"):
+        with await_ranks("model_state_dict"):
             return self.policy.state_dict()
 
     def _check_version(self) -> None:
@@ -412,7 +412,7 @@ class TrainingEngine(Configurable):
 
     def buffer_names(self) -> set[str]:
         """Return the names in `model_state_dict` of buffers, which keep their dtype when pushed."""
-        return set(persistent_buffers(self.policy.model))
+        return set(find_persistent_buffers(self.policy.model))
 
     def close(self) -> None:
         """Wait for the background save, and leave the process group that this engine joined."""
@@ -442,7 +442,7 @@ class TrainingEngine(Configurable):
 def _build_optimizer(config: Optimizer.Config, policy: Policy) -> Optimizer:
     """Return the optimizer of this rank's parameters."""
     # Stages of a pipeline have different parameters, so Muon shares its work within a stage.
-    adapter, group = policy.spec.adapter(policy.spec.model), stage_group(policy.mesh)
+    adapter, group = policy.spec.adapter(policy.spec.model), get_stage_group(policy.mesh)
     made: Optimizer = config.build(
         parameters=policy.trained_parameters,
         adapter=adapter,

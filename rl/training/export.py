@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from rl.distributed.process_group import barrier
-from rl.models.hf import hf_buffers, write_hf_folder
+from rl.models.hf import find_hf_buffers, write_hf_folder
 from rl.models.peft import write_peft_folder
 from rl.training.policy import Policy
 
@@ -27,7 +27,7 @@ def export_hf(
     """Write the plain model, adapters merged, as a Hugging Face folder."""
     adapter = policy.spec.adapter(policy.spec.model)
     # An absent buffer is read as zero, and other programs know the model only without it.
-    buffers = {name: b for name, b in hf_buffers(policy.model, adapter).items() if b.any()}
+    buffers = {name: b for name, b in find_hf_buffers(policy.model, adapter).items() if b.any()}
     tensors = policy.gather_tensors(chain(policy.plain_tensors(), buffers.items()))
     with _gather_on_exit(policy, tensors) as writes:
         if writes:
@@ -43,7 +43,7 @@ def export_hf(
 
 def save_adapter(policy: Policy, folder: str | Path) -> None:
     """Write the LoRA adapters as a PEFT folder; raises ValueError without LoRA."""
-    config, factors = policy.lora.config, policy.gather_tensors(policy.lora.peft_factors())
+    config, factors = policy.lora.config, policy.gather_tensors(policy.lora.yield_peft_factors())
     with _gather_on_exit(policy, factors) as writes:
         if writes:
             write_peft_folder(

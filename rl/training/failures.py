@@ -57,7 +57,7 @@ def wrap_checkpoint_errors(
         raise CheckpointError(f"{what}: {error}") from error
 
 
-def unwritten(folder: str) -> AbstractContextManager[None]:
+def raise_if_unwritten(folder: str) -> AbstractContextManager[None]:
     """Raise errors of the disk as a CheckpointError that names the folder."""
     what = f"{folder} was not written, earlier content is unchanged"
     return wrap_checkpoint_errors(what, kinds=(OSError, SafetensorError))

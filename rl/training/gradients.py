@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from losses.ops import drawn_tokens
 from losses.types import Loss, LossInputs, LossOutput, uses_entropy
 from rl.distributed.collectives import reduce_sums_and_maxima, sum_over_world
-from rl.distributed.mesh import ranks_of_stage
-from rl.distributed.process_group import awaiting
-from rl.distributed.sharding import local_tensor, num_shards
+from rl.distributed.mesh import count_ranks_of_stage
+from rl.distributed.process_group import await_ranks
+from rl.distributed.sharding import count_shards, local_tensor
 from rl.rollouts.packing import PackedBatch
 from rl.training.compat import compute_norms, scale_in_place
 from rl.training.device_memory import read_peak_memory
@@ -132,7 +132,7 @@ class GradientAccumulator:
     ) -> ForwardBackwardResult:
         """Return what `add` would, with logprobs, without a gradient (`TrainingEngine.forward`)."""
         call = CallSums(samples, policy=self._policy, wanted=range(len(samples)))
-        with awaiting(f"forward of step {version}", record_in=self._failure_folder):
+        with await_ranks(f"forward of step {version}", record_in=self._failure_folder):
             # Without a backward FSDP keeps parameters gathered, also after an error.
             try:
                 self._run(call, loss=loss, backward=False)
@@ -203,7 +203,7 @@ class GradientAccumulator:
     def drop_on_error(self, what: str) -> Iterator[None]:
         """Drop the gradient if the block fails; a collective's error is that of `what`."""
         try:
-            with awaiting(what, record_in=self._failure_folder):
+            with await_ranks(what, record_in=self._failure_folder):
                 yield
         except BaseException:
             # Some micro-batches may be in the gradient and others not.
@@ -343,7 +343,9 @@ class CallSums:
         policy, samples = self._policy, self._samples
         names = list(self._sums[0]) if self._sums else []
         if policy.pipeline is not None:  # Only the last stage knows the sums.
-            names, self.has_denominator = policy.pipeline.from_last((names, self.has_denominator))
+            names, self.has_denominator = policy.pipeline.broadcast_from_last(
+                (names, self.has_denominator)
+            )
 
         # One collective for all numbers of a call: sums, maxima, and the memory of the ranks.
         zeros = torch.zeros(len(names), dtype=torch.float64, device=policy.device)
@@ -432,7 +434,7 @@ def compute_squared_norm(
     divided by the number of ranks that hold the same shard, which are of one stage.
     """
     squares = torch.stack(list(norms.values())).double().square()
-    shares = [num_shards(p) / ranks_of_stage(mesh) for p in norms]
+    shares = [count_shards(p) / count_ranks_of_stage(mesh) for p in norms]
     return (squares * to_device(torch.tensor(shares, dtype=torch.float64), squares.device)).sum()
 
 

@@ -25,8 +25,8 @@ from rl.distributed.mesh import Degrees, ParallelismConfig
 from rl.distributed.stages import StagePlan, plan_stages
 from rl.models.compat import VARLEN_TAKES_GROUPED_HEADS
 from rl.models.converter import ModelConverters
-from rl.models.decoder import Decoder, Elsewhere, module_names, part_of
-from rl.models.low_rank import adapted_layers
+from rl.models.decoder import Decoder, Elsewhere, list_module_names, take_part
+from rl.models.low_rank import find_adapted_layers
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainerConfig, TrainingConfig
 from rl.training.muon import is_hidden_matrix
@@ -118,7 +118,7 @@ class _PipelineShare:
         # state.
         is_last = plan.ranks[-1] == rank
         return cls(
-            num_held=plan.held_at_once(rank, schedule=parallelism.pipeline_parallel_schedule),
+            num_held=plan.count_held(rank, schedule=parallelism.pipeline_parallel_schedule),
             num_buffers=(last + 1) * num_places,
             num_copied=model.vocab_size * model.dim if model.tie_embeddings and is_last else 0,
             has_logits=is_last,
@@ -138,7 +138,7 @@ def estimate_memory(
     """
     plan = None
     if degrees.pp > 1:
-        plan = plan_stages(config.parallelism, module_names(spec.model))
+        plan = plan_stages(config.parallelism, list_module_names(spec.model))
     estimates = []
     meta = torch.device("meta")
     for rank in range(degrees.pp):
@@ -152,7 +152,7 @@ def estimate_memory(
             share = _PipelineShare.of(
                 plan, rank=rank, model=spec.model, parallelism=config.parallelism
             )
-            module = part_of(module, plan.modules_of(rank))
+            module = take_part(module, plan.list_modules(rank))
         estimates.append(
             _estimate_rank(config, module, share, spec=spec, degrees=degrees, on_gpu=on_gpu)
         )
@@ -179,7 +179,7 @@ def _estimate_rank(
     trained = {name: p for name, p in named.items() if p.requires_grad}
     num_copied_head = math.ceil(share.num_copied / (degrees.tp * degrees.fsdp))
     num_all = on_rank.count_sharded(named.values()) + num_copied_head
-    num_merged = on_rank.count_sharded([linear.weight for linear, _ in adapted_layers(module)])
+    num_merged = on_rank.count_sharded([linear.weight for linear, _ in find_adapted_layers(module)])
     num_trained = on_rank.count_sharded(trained.values()) + num_copied_head
     gradients = kept_on_device * num_trained * stored
 
@@ -434,7 +434,7 @@ def _count_block_bytes(
     # Expert-parallel ranks, and ranks that exchange heads, send rows in both directions; an adapter
     # has a result like its layer.
     exchanged = 2 * routed * (degrees.ep > 1) + 2 * (queries + keys) * exchanges_heads
-    added = sum(adapter.lora_b.size(0) for _, adapter in adapted_layers(block)) / tp
+    added = sum(adapter.lora_b.size(0) for _, adapter in find_adapted_layers(block)) / tp
     results = itemsize * (
         2 * width + 2 * queries + 2 * keys + 2 * hidden + routed + exchanged + added
     )

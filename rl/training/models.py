@@ -29,20 +29,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rl.distributed.collectives import on_all_ranks
+from rl.distributed.collectives import run_on_all_ranks
 from rl.distributed.process_group import RankInfo, World
-from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor
+from rl.distributed.sharding import gather_whole, local_tensor, slice_local_shard
 from rl.models.batch_invariant.model import ROW_MULTIPLE, make_batch_invariant
 from rl.models.converter import ModelConverter
 from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.training.checkpoint_files import sum_of_file
-from rl.training.checkpoint_tensors import optimizer_tensors
+from rl.training.checkpoint_tensors import collect_optimizer_tensors
 from rl.training.checks import check_trainer
 from rl.training.compat import replace_local_shard
 from rl.training.engine import TrainingEngine
-from rl.utils.errors import RunError, disk_reason
+from rl.utils.errors import RunError, describe_disk_error
 from rl.utils.processes import process_states, restore_process_states
 
 FORMAT = 3
@@ -74,7 +74,7 @@ class InvariantKernels(ModelConverter):
         )
 
 
-def adapted(
+def add_adapters(
     spec: ModelSpec, lora: LoRA.Config | None
 ) -> tuple[ModelSpec, tuple[ModelConverter.Config, ...]]:
     """Return spec and converters of a model with adapters; None trains all parameters."""
@@ -133,7 +133,7 @@ class TrainedModels:
 
     def create(self, model_id: str, lora: LoRA.Config | None) -> None:
         """Create a fresh model: adapters with products of zero, or a copy of the base."""
-        spec, converters = adapted(self.spec, lora)
+        spec, converters = add_adapters(self.spec, lora)
         config = replace(self.config, training=replace(self.config.training), converters=converters)
         # An engine seeds the process's random generators, which belong to a notebook as well.
         states = process_states()
@@ -173,13 +173,13 @@ class TrainedModels:
             whole[file] = {}
             for name, tensor in content.items():
                 # Tensor by tensor to the host: a GPU has room for one whole tensor, not for all.
-                whole[file][name] = whole_tensor(tensor).detach().cpu()
+                whole[file][name] = gather_whole(tensor).detach().cpu()
         if self._world.rank:
             return
         try:
             self._write(Path(folder), whole, description=self._describe(model_id))
         except (OSError, SafetensorError) as error:
-            raise UnsavedModelError(disk_reason(error)) from error
+            raise UnsavedModelError(describe_disk_error(error)) from error
 
     def _write(
         self,
@@ -209,13 +209,13 @@ class TrainedModels:
         into = self._collect_tensors(model_id, optimizer=optimizer)
         # All ranks read all files before any rank changes a tensor.
         group = dist.group.WORLD if dist.is_initialized() else None
-        saved = on_all_ranks(lambda: self._read(model_id, Path(folder), into), group=group)
+        saved = run_on_all_ranks(lambda: self._read(model_id, Path(folder), into), group=group)
 
         self[model_id].drop_gradient()
         with torch.no_grad():
             for file, present in into.items():
                 for key, tensor in present.items():
-                    local_tensor(tensor).copy_(local_shard_of(saved[file][key], tensor))
+                    local_tensor(tensor).copy_(slice_local_shard(saved[file][key], tensor))
         if not optimizer:
             self[model_id].optimizer.reset()
 
@@ -232,7 +232,7 @@ class TrainedModels:
         trained = engine.policy.trained_parameters
         tensors = {WEIGHTS: {name: p.detach() for name, p in trained.items()}}
         if optimizer:
-            tensors[OPTIMIZER] = optimizer_tensors(trained, engine.optimizer)
+            tensors[OPTIMIZER] = collect_optimizer_tensors(trained, engine.optimizer)
         return tensors
 
     def _describe(self, model_id: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl.config.tree import check_bounds
-from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor, wrapped_like
+from rl.distributed.sharding import gather_whole, local_tensor, slice_local_shard, wrap_like
 from rl.models.adapter import DecoderAdapter
 from rl.training.rounding import Rounding, derive_bits, round_into, rows_of
 
@@ -103,7 +103,7 @@ class Muon:
             window = with_grad[start : start + num_ranks]
             mine = None
             for owner, (name, parameter) in enumerate(window):
-                whole = whole_tensor(self._advance(name, parameter, momentum=momentum))
+                whole = gather_whole(self._advance(name, parameter, momentum=momentum))
                 mine = whole if owner == rank else mine
                 del whole  # Free it before the next matrix is gathered.
             # Compute after all gathers of the window, so that no rank waits in the next gather.
@@ -122,7 +122,7 @@ class Muon:
                 self._apply(
                     name,
                     parameter,
-                    local_shard_of(whole, parameter),
+                    slice_local_shard(whole, parameter),
                     lr=lr,
                     weight_decay=weight_decay,
                 )
@@ -151,7 +151,7 @@ class Muon:
         if parameter.dtype != torch.bfloat16:
             mean.lerp_(gradient, 1.0 - momentum)
             update = gradient.lerp(mean, momentum)  # Nesterov's
-            return wrapped_like(parameter.data, update.to(_get_device(parameter)))
+            return wrap_like(parameter.data, update.to(_get_device(parameter)))
 
         update = torch.empty_like(gradient, memory_format=torch.contiguous_format)
         for rows, bits in self.rounding.split_rows(name, parameter):
@@ -159,7 +159,7 @@ class Muon:
             wide_mean = rows_of(mean)[rows].float().lerp_(wide, 1.0 - momentum)
             rows_of(update)[rows] = wide.lerp(wide_mean, momentum).to(update.dtype)
             round_into(rows_of(mean)[rows], wide_mean, derive_bits(bits)[0])
-        return wrapped_like(parameter.data, update.to(_get_device(parameter)))
+        return wrap_like(parameter.data, update.to(_get_device(parameter)))
 
     def _orthogonalize_parts(self, name: str, whole: Tensor) -> Tensor:
         """Orthogonalise and scale each matrix of a parameter, in the parameter's dtype."""

@@ -22,25 +22,31 @@ from torch.distributed.tensor import DTensor, Replicate
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig, compile_function
 from rl.distributed.context_parallel import ContextParallel
-from rl.distributed.mesh import CP, OF_STAGE, TP, DataRank, ParallelismConfig, pipeline_axis
+from rl.distributed.mesh import CP, OF_STAGE, TP, DataRank, ParallelismConfig, get_pipeline_axis
 from rl.distributed.pipeline import Pipeline
 from rl.distributed.process_group import RankInfo
 from rl.distributed.sharding import (
     ShardingOptions,
     call_in_dtype,
-    local_shard_of,
+    gather_whole,
     local_tensor,
     materialize,
     reshard,
-    whole_tensor,
+    slice_local_shard,
 )
 from rl.distributed.stages import plan_stages
 from rl.models.attention import SequenceLayout
-from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
+from rl.models.batch_invariant.model import get_row_multiple, make_batch_invariant
 from rl.models.converter import ModelConverter, ModelConverters
-from rl.models.decoder import Decoder, module_names, part_of, persistent_buffers, reset_buffers
-from rl.models.hf import HFFolder, hf_buffers, read_parameters
-from rl.models.logprobs import logprobs_of_chunk, token_logprobs
+from rl.models.decoder import (
+    Decoder,
+    find_persistent_buffers,
+    list_module_names,
+    reset_buffers,
+    take_part,
+)
+from rl.models.hf import HFFolder, find_hf_buffers, read_parameters
+from rl.models.logprobs import compute_chunk_logprobs, compute_token_logprobs
 from rl.models.lora import LoRA
 from rl.models.parallelize import parallelize_decoder
 from rl.models.spec import ModelSpec
@@ -100,7 +106,7 @@ class Policy:
         self._latest: PackedBatch | None = None
         """Micro-batch of the latest forward."""
 
-        degrees = parallelism.degrees(1 if mesh is None else mesh.size())
+        degrees = parallelism.resolve_degrees(1 if mesh is None else mesh.size())
         self.converters = ModelConverters(converters, spec=spec, degrees=degrees, device=device)
         self._options = ShardingOptions(
             parallelism=parallelism,
@@ -111,11 +117,11 @@ class Policy:
             compile=compile_config,
             expert_mesh=rank.expert_mesh,
         )
-        self._chunk_logprobs = compile_function(logprobs_of_chunk, compile_config)
+        self._chunk_logprobs = compile_function(compute_chunk_logprobs, compile_config)
         self.pipeline: Pipeline | None = None
-        axis = pipeline_axis(mesh)
+        axis = get_pipeline_axis(mesh)
         if axis is not None:
-            plan = plan_stages(parallelism, module_names(spec.model))
+            plan = plan_stages(parallelism, list_module_names(spec.model))
             self.pipeline = Pipeline(parallelism, plan, axis=axis, device=device)
 
         # Data-parallel ranks draw differently, the ranks that share a sample alike.
@@ -164,7 +170,7 @@ class Policy:
 
         if pipeline is not None:
             pipeline.attach(parts, tied=self.spec.model.tie_embeddings)
-            self.model = part_of(whole, pipeline.plan.modules_of(pipeline.rank))
+            self.model = take_part(whole, pipeline.plan.list_modules(pipeline.rank))
         return parts
 
     @property
@@ -225,13 +231,13 @@ class Policy:
 
         for name, whole in read_parameters(folder, adapter, self._own_names):
             parameter = self.parameters[name]
-            local_tensor(parameter).copy_(local_shard_of(whole, parameter))
+            local_tensor(parameter).copy_(slice_local_shard(whole, parameter))
 
         # A folder leaves out buffers that are zero.
-        buffers = hf_buffers(self.model, adapter)
+        buffers = find_hf_buffers(self.model, adapter)
         for buffer in buffers.values():
             buffer.zero_()
-        for name, whole in read_parameters(folder, adapter, folder.present(buffers, adapter)):
+        for name, whole in read_parameters(folder, adapter, folder.list_present(buffers, adapter)):
             buffers[name].copy_(whole)
 
         self.loaded_from = str(folder.path.expanduser().absolute())
@@ -242,7 +248,7 @@ class Policy:
         loaded = [name in names for name in self._own_names]
         # Stages have different parameters; a folder is the base only if all of them agree.
         if self.pipeline is not None:
-            loaded = list(chain.from_iterable(self.pipeline.from_all(loaded)))
+            loaded = list(chain.from_iterable(self.pipeline.gather_from_all(loaded)))
         if any(loaded):
             self.loaded_from = base_model if all(loaded) else None
         self.converters.weights_loaded(self.model, fresh=False)
@@ -259,7 +265,7 @@ class Policy:
 
         In a pipeline buffers are DTensors of their stage, as other stages have none.
         """
-        buffers: dict[str, Tensor] = persistent_buffers(self.model)
+        buffers: dict[str, Tensor] = find_persistent_buffers(self.model)
         if self.pipeline is not None:
             assert self.mesh is not None
             of_stage, alike = self.mesh[OF_STAGE], [Replicate()] * len(OF_STAGE)
@@ -275,7 +281,7 @@ class Policy:
         """
         if self.pipeline is not None:
             return self.pipeline.gather(named)
-        return ((item[0], *map(whole_tensor, item[1:])) for item in named)
+        return ((item[0], *map(gather_whole, item[1:])) for item in named)
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
         """Return this rank's micro-batches, as many on every rank.
@@ -286,7 +292,7 @@ class Policy:
 
         # Every kind of split needs equal parts, so lengths are padded to a multiple of all.
         tp = 1 if self.mesh is None else self.mesh[TP].size()
-        multiple = math.lcm(tp, row_multiple(self.spec), self.converters.token_multiple)
+        multiple = math.lcm(tp, get_row_multiple(self.spec), self.converters.token_multiple)
         if self.context is not None:
             multiple = self.context.pad_multiple(multiple)
 
@@ -371,7 +377,7 @@ class Policy:
             # Batch-invariant products need whole tiles of rows.
             is_part = (
                 of_loss
-                and row_multiple(self.spec) == 1
+                and get_row_multiple(self.spec) == 1
                 and len(batch.loss_rows) < batch.input_ids.numel()
             )
             rows = batch.loss_rows if is_part else None
@@ -439,7 +445,7 @@ class Policy:
     ) -> TokenHead:
         """Return the function from hidden states and head weight to logprobs and entropies."""
         return partial(
-            token_logprobs,
+            compute_token_logprobs,
             targets_T=targets_T,
             temperatures_T=temperatures_T,
             rows_R=rows_R,

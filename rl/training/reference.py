@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl.distributed.sharding import local_tensor
-from rl.models.decoder import persistent_buffers
+from rl.models.decoder import find_persistent_buffers
 from rl.rollouts.packing import PackedBatch
 from rl.training.config import TrainingConfig
 from rl.training.policy import Policy
@@ -34,8 +34,8 @@ class ReferencePolicy:
         """Copy the policy's weights, each rank its own shards."""
         for name, parameter in self.policy.parameters.items():
             local_tensor(parameter).copy_(local_tensor(policy.parameters[name]))
-        buffers = persistent_buffers(policy.model)
-        for name, buffer in persistent_buffers(self.policy.model).items():
+        buffers = find_persistent_buffers(policy.model)
+        for name, buffer in find_persistent_buffers(self.policy.model).items():
             buffer.copy_(buffers[name])
 
     @torch.no_grad()

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.distributed.collectives import sums_over_world
-from rl.distributed.mesh import ranks_of_stage
-from rl.distributed.sharding import local_shard_of, local_tensor, num_shards, unwrapped
+from rl.distributed.collectives import sum_each_over_world
+from rl.distributed.mesh import count_ranks_of_stage
+from rl.distributed.sharding import count_shards, local_tensor, slice_local_shard, unwrap
 from rl.types import RoundingResult
 
 PIECE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 22}
@@ -86,11 +86,11 @@ class Rounding:
         """Sum over ranks what was stored since the last call."""
         total = torch.zeros(4, dtype=torch.float64)
         for parameter, sums in self._sums.items():
-            total += sums.cpu() * num_shards(parameter) / ranks_of_stage(mesh)
+            total += sums.cpu() * count_shards(parameter) / count_ranks_of_stage(mesh)
         self.forget()
         if mesh is not None:
             total = total.to(mesh.device_type)
-        num_updates, updates, num_changes, changes = sums_over_world(total, mesh=mesh)
+        num_updates, updates, num_changes, changes = sum_each_over_world(total, mesh=mesh)
         return RoundingResult(
             rounded_away=1.0 - num_changes / num_updates if num_updates else 0.0,
             applied=changes / updates if updates else 1.0,
@@ -102,7 +102,7 @@ class Rounding:
 
 def rows_of(tensor: Tensor) -> Tensor:
     """Return a view [R, C] of this rank's part."""
-    local = local_tensor(unwrapped(tensor.detach()))
+    local = local_tensor(unwrap(tensor.detach()))
     return (
         local.view(-1, local.size(-1) if local.ndim else 1)
         if local.numel()
@@ -140,7 +140,7 @@ def _compute_places(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
     for dim, size in enumerate(shape):
         numbers = torch.arange(size, device=device)
         along = numbers.view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
-        mine = local_shard_of(along, parameter)
+        mine = slice_local_shard(along, parameter)
         # The numbers are the same along all other dimensions.
         first: list[slice | int] = [0] * len(shape)
         first[dim] = slice(None)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl.distributed.process_group import barrier
 from rl.distributed.sharding import local_tensor
-from rl.training.checkpoint_tensors import model_tensors
+from rl.training.checkpoint_tensors import collect_model_tensors
 from rl.training.compat import identify_storage
 from rl.training.engine import TrainingEngine
 
@@ -100,7 +100,7 @@ class TrainerSleep:
             parts += engine.reference.policy.parts
         tensors = engine.optimizer.list_tensors()
         for part in parts:
-            tensors += model_tensors(part).values()
+            tensors += collect_model_tensors(part).values()
 
         storages: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 
-from rl.utils.printing import say_error
+from rl.utils.printing import print_error
 from rl.utils.processes import ROLE_VARIABLE
 
 COMPILED = "compiled"
@@ -35,7 +35,7 @@ IN_HOME = {
 _settled = False
 
 
-def settle_caches() -> None:
+def ensure_private_caches() -> None:
     """Use private caches in this process and its children, once.
 
     Warnings say which folder of the user is not private.
@@ -55,7 +55,7 @@ def settle_caches() -> None:
     # In the process of an actor the controller has said so already.
     if ROLE_VARIABLE not in os.environ:
         for warning in warnings:
-            say_error(f"warning: {warning}")
+            print_error(f"warning: {warning}")
 
 
 def use_private_caches(environment: MutableMapping[str, str] = os.environ) -> list[str]:

@@ -29,7 +29,7 @@ class BusyClock:
         self._ended_s = 0.0
 
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         # Only the first activity starts the clock, and the last stops it.
         if self._num_active == 0:
             self._since = now_s()

@@ -26,7 +26,7 @@ class RunError(RuntimeError):
     """
 
     where = ""
-    """Position in the run, such as "step 3"; set by `rl.observability.spans.error_context`."""
+    """Position in the run, such as "step 3"; set by `rl.observability.spans.add_error_context`."""
     more = ""
     """Details on lines of their own, after the message."""
 
@@ -47,7 +47,7 @@ class UnwrittenError(RunError):
     """A file of the run could not be written; the previous content is intact."""
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
+def list_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Return an error and its chain of causes, each once even if the chain is a circle."""
     # By identity: errors may be equal, and need not have a hash.
     seen = set[int]()
@@ -57,7 +57,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def disk_reason(error: Exception) -> str:
+def describe_disk_error(error: Exception) -> str:
     """Return the system's reason of an error of the disk, without a path."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None:
@@ -68,7 +68,7 @@ def disk_reason(error: Exception) -> str:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def raise_unwritten(path: Path) -> Iterator[None]:
     """Turn an OSError into an `UnwrittenError` that names the file and the reason."""
     try:
         yield
@@ -80,7 +80,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def optional_write(path: Path) -> Iterator[None]:
+def warn_unwritten(path: Path) -> Iterator[None]:
     """Turn an OSError into a warning, once until a write succeeds.
 
     The run goes on without the file.

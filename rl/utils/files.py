@@ -41,7 +41,7 @@ MAX_DIGITS = 100
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` at the end; an error leaves `path` as it is.
 
     Example:
@@ -61,7 +61,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_folder(path: str | Path) -> Iterator[Path]:
+def publish_folder(path: str | Path) -> Iterator[Path]:
     """Yield a hidden folder that becomes `path`, flushed to disk, unless the block raises.
 
     Raises FileExistsError if `path` exists and is not an empty folder.
@@ -71,13 +71,13 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         raise FileExistsError(f"{path} already exists")
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
-    with temporary_folder(path) as temporary:
+    with make_temporary_folder(path) as temporary:
         yield temporary
         publish(temporary, path)
 
 
 @contextmanager
-def temporary_folder(path: Path) -> Iterator[Path]:
+def make_temporary_folder(path: Path) -> Iterator[Path]:
     """Yield a hidden folder next to `path`, hence on the same file system; remove it at the end.
 
     A lock file next to the folder is held meanwhile, so that `remove_leftovers` can tell a folder
@@ -157,7 +157,7 @@ def _flush(path: Path) -> None:
 
 
 @contextmanager
-def folder_errors(path: Path, as_what: str) -> Iterator[None]:
+def name_folder_errors(path: Path, as_what: str) -> Iterator[None]:
     """Turn an OSError into a ValueError that names the folder and the option it was given for."""
     try:
         yield
@@ -167,7 +167,7 @@ def folder_errors(path: Path, as_what: str) -> Iterator[None]:
 
 def make_folder(path: Path, as_what: str) -> None:
     """Make a folder and its parents; raise ValueError if that fails."""
-    with folder_errors(path, as_what):
+    with name_folder_errors(path, as_what):
         path.mkdir(parents=True, exist_ok=True)
 
 
@@ -186,7 +186,7 @@ def lock_folder(path: Path, *, as_what: str, otherwise: str) -> FileLock:
         raise ValueError(f"{file} is not a regular file: {path} cannot be locked; {otherwise}")
     lock = FileLock(file, blocking=False, mode=0o644, thread_local=False)
     make_folder(path, as_what)
-    with folder_errors(path, as_what):
+    with name_folder_errors(path, as_what):
         try:
             lock.acquire()
         except Timeout as error:
@@ -199,7 +199,7 @@ def lock_folder(path: Path, *, as_what: str, otherwise: str) -> FileLock:
 
 
 @contextmanager
-def locked_folder(path: Path, *, as_what: str, otherwise: str) -> Iterator[None]:
+def hold_folder_lock(path: Path, *, as_what: str, otherwise: str) -> Iterator[None]:
     """Hold the lock of a folder, which is made if it does not exist; see `lock_folder`."""
     lock = lock_folder(path, as_what=as_what, otherwise=otherwise)
     try:
@@ -302,7 +302,7 @@ def _parse_integer(digits: str) -> int:
     return int(digits)
 
 
-def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+def read_json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yield number and object of each line that is not blank, None for a damaged line.
 
     A missing file has no lines. Raises OSError for anything but a regular file, as `open_regular`.

@@ -29,7 +29,7 @@ SET_FLAGS, IS_UP = 0x8914, 0x1
 
 
 @functools.cache
-def libc() -> Any:
+def load_libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
@@ -43,7 +43,7 @@ def enter_user_namespace() -> None:
     that change the user, such as sudo, do not work in this process and its children. Call it first
     of all in a program: it does nothing in a process that has a second thread.
     """
-    if sys.platform != "linux" or os.geteuid() == 0 or can_make_network():
+    if sys.platform != "linux" or os.geteuid() == 0 or is_network_allowed():
         return
     # The kernel refuses a process with several threads.
     if len(os.listdir("/proc/self/task")) > 1 or not _is_permitted():
@@ -55,7 +55,7 @@ def enter_user_namespace() -> None:
 
 def _enter() -> None:
     user, group = os.geteuid(), os.getegid()
-    _check(libc().unshare(NEW_USER))
+    _check(load_libc().unshare(NEW_USER))
     # Otherwise the kernel refuses the map of groups.
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
@@ -77,7 +77,7 @@ def _is_permitted() -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def can_make_network() -> bool:
+def is_network_allowed() -> bool:
     """Return whether this thread has CAP_SYS_ADMIN."""
     lines = Path("/proc/thread-self/status").read_text().splitlines()
     (effective,) = (line.split()[1] for line in lines if line.startswith("CapEff:"))
@@ -92,7 +92,7 @@ def drop_capabilities() -> None:
 
 def _set_capabilities(bits: int) -> None:
     header = struct.pack("Ii", CAPABILITY_VERSION, 0)
-    _check(libc().capset(header, struct.pack("6I", bits, bits, 0, 0, 0, 0)))
+    _check(load_libc().capset(header, struct.pack("6I", bits, bits, 0, 0, 0, 0)))
 
 
 def make_network() -> int:
@@ -103,7 +103,7 @@ def make_network() -> int:
     Raises:
         OSError: it is not permitted.
     """
-    _check(libc().unshare(NEW_NET))
+    _check(load_libc().unshare(NEW_NET))
     _start_loopback()
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -114,7 +114,7 @@ def _start_loopback() -> None:
         fcntl.ioctl(any_socket, SET_FLAGS, struct.pack("16sh14x", b"lo", IS_UP))
 
 
-def network_of(thread: int | str) -> str:
+def get_network(thread: int | str) -> str:
     """Return the identity of the network namespace of a thread of this process."""
     return os.readlink(f"/proc/self/task/{thread}/ns/net")
 

@@ -77,7 +77,7 @@ _UNFINISHED = re.compile(r"(?:[\s.,'\u2019_\\{}/+~-]|\\[!:;])*(?:[eE][-+]?)?")
 """Characters after a number at the end of a cut text, with which the number could go on."""
 
 
-def with_ascii_digits(text: str) -> str:
+def convert_digits(text: str) -> str:
     """Return the text with ASCII digits, minus signs and decimal points."""
     return _OTHER_DIGIT.sub(
         lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_CHARACTERS)
@@ -94,7 +94,7 @@ def find_numbers(text: str) -> list[str]:
     return [_format_match(match) for match in _find_matches(text)]
 
 
-def last_number(text: str, *, is_cut_off: bool = False) -> str | None:
+def find_last_number(text: str, *, is_cut_off: bool = False) -> str | None:
     """Return the last number, as `find_numbers`; None if there is none.
 
     None too for a number that might go on after a cut.
@@ -105,7 +105,7 @@ def last_number(text: str, *, is_cut_off: bool = False) -> str | None:
     return _format_match(last[0])
 
 
-def number_value(text: str) -> Fraction | None:
+def parse_value(text: str) -> Fraction | None:
     """Return the value of a text that is one number; None for any other.
 
     None too for a code (007), and for digits on both sides of a comma that may be a list (3,14).
@@ -131,8 +131,8 @@ def same_answer(expected: str, answer: str) -> bool:
     expected, answer = expected.strip(), answer.strip()
     if expected == answer:
         return True
-    value = number_value(expected)
-    return value is not None and value == number_value(answer)
+    value = parse_value(expected)
+    return value is not None and value == parse_value(answer)
 
 
 def _find_matches(text: str) -> Iterator[re.Match[str]]:
@@ -149,7 +149,7 @@ def _normalize(text: str) -> str:
     def separate(part: re.Match[str]) -> str:
         return f"{part[1]}{' ' * bool(part[1])}{part[2] or part[3]}/{part[4] or part[5]}"
 
-    return _FRACTION.sub(separate, with_ascii_digits(text).replace("{,}", ","))
+    return _FRACTION.sub(separate, convert_digits(text).replace("{,}", ","))
 
 
 def _format_match(match: re.Match[str]) -> str:

@@ -17,7 +17,7 @@ MAX_SHOWN_CHARS = 2000
 """Longest excerpt of a foreign text in a message."""
 
 
-def shown(value: object) -> str:
+def describe_value(value: object) -> str:
     """Return a bounded repr of a foreign value for a message.
 
     Example:
@@ -28,10 +28,10 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception:  # noqa: BLE001  (a user's __repr__)
         text = f"a {type(value).__name__} that has no repr"
-    return shortened(text)
+    return truncate(text)
 
 
-def shortened(text: str, *, most: int = MAX_SHOWN_CHARS) -> str:
+def truncate(text: str, *, most: int = MAX_SHOWN_CHARS) -> str:
     """Return a text of at most `most` characters; of a longer text the beginning and the end."""
     if len(text) <= most:
         return text
@@ -49,7 +49,7 @@ _INVISIBLE = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
 directions, surrogates, separators of lines."""
 
 
-def visible(text: str) -> str:
+def replace_controls(text: str) -> str:
     r"""Return a text whose control characters are written out, as \x1b.
 
     Line breaks and tabs stay. Text from files, models and tasks can otherwise move the cursor,
@@ -70,10 +70,10 @@ def _write_out(character: str) -> str:
 def encode_visible(text: str, *, stream: TextIO) -> str:
     """Return a visible text in which characters that the stream lacks are written out."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return visible(text).encode(encoding, "backslashreplace").decode(encoding)
+    return replace_controls(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
-def say(text: str, *, stream: TextIO | None = None) -> None:
+def print_text(text: str, *, stream: TextIO | None = None) -> None:
     """Print lines to a stream, by default standard output, for as long as somebody reads them.
 
     A closed pipe (`| head`), terminal or stream is no error of the program, whose exit status tells
@@ -89,11 +89,11 @@ def say(text: str, *, stream: TextIO | None = None) -> None:
         stream.write(f"{encode_visible(text, stream=stream)}\n")
 
 
-def say_error(text: str) -> None:
+def print_error(text: str) -> None:
     """Print lines to standard error; nothing that fails here is an error."""
     if sys.stderr is not None:
         with contextlib.suppress(ValueError):
-            say(text, stream=sys.stderr)
+            print_text(text, stream=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ def leads_here(url: str) -> bool:
     return host in (ANY_ADDRESS, socket.gethostname().lower()) or is_loopback(host)
 
 
-def loopback_exemption(environment: Mapping[str, str]) -> dict[str, str]:
+def make_loopback_exemption(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables with which an environment's proxies are not used for this machine.
 
     None are needed without a proxy.
@@ -76,12 +76,12 @@ def _add_this_machine(text: str) -> str:
     return ",".join(hosts)
 
 
-def exempt_loopback() -> None:
+def allow_loopback() -> None:
     """Let this process and its children reach this machine without a proxy. Idempotent."""
-    os.environ.update(loopback_exemption(os.environ))
+    os.environ.update(make_loopback_exemption(os.environ))
 
 
-def used_proxy(url: str) -> str | None:
+def find_proxy(url: str) -> str | None:
     """Return variable and address of the proxy that a request goes through, without a password."""
     parts = urlsplit(url)
     proxies = urllib.request.getproxies_environment()

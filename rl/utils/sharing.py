@@ -75,7 +75,7 @@ class Shareable:
 
     __slots__ = ("_original",)
 
-    def private(self) -> Self:
+    def make_private(self) -> Self:
         """Return an equal object whose mutable data belongs to the caller alone."""
         mine = object.__new__(type(self))
         object.__setattr__(mine, "_original", self)

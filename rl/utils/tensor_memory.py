@@ -23,7 +23,7 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def memory_of(tensor: Tensor, *, dtype: str, num_elements: int | None = None) -> np.ndarray:
+def get_memory(tensor: Tensor, *, dtype: str, num_elements: int | None = None) -> np.ndarray:
     """Return a view of the tensor's memory from its first element on, [num_elements] of `dtype`.
 
     The array keeps the tensor alive, but not its storage: after a resize it points to freed memory.

@@ -117,7 +117,7 @@ class OverdueError(RunError, TimeoutError):
     """A function in a thread did not return in time."""
 
 
-async def run_aside(function: Callable[[], T], *, name: str, limit_s: float | None = None) -> T:
+async def run_in_thread(function: Callable[[], T], *, name: str, limit_s: float | None = None) -> T:
     """Run one function in a thread of its own and return its result.
 
     Raises OverdueError after `limit_s`; the function then goes on, and its result is dropped.
@@ -144,7 +144,7 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
         return thread.submit(asyncio.run, coroutine).result()
 
 
-async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines together and return their results in order.
 
     After the first error or a cancellation, the other coroutines are cancelled and waited for, and
@@ -166,7 +166,7 @@ async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         raise
 
 
-async def until_event(
+async def wait_until_event(
     event: asyncio.Event, work: Coroutine[Any, Any, None], *, grace_s: float = 0.0
 ) -> None:
     """Wait for a coroutine, after the event only for `grace_s` more, and cancel it then."""

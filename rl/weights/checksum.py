@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rl.types import BoxSum
-from rl.utils.tensor_memory import memory_of
+from rl.utils.tensor_memory import get_memory
 from rl.weights.boxes import Box
 from rl.weights.types import WeightParityError
 
@@ -45,7 +45,7 @@ def checksum(tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[i
     stride = bits_RC.stride(0)
     # The loop strides through flat memory itself: rows may lie apart, as those of a column shard.
     span = (num_rows - 1) * stride + num_columns
-    memory = memory_of(bits_RC, dtype=f"u{bits_RC.element_size()}", num_elements=span)
+    memory = get_memory(bits_RC, dtype=f"u{bits_RC.element_size()}", num_elements=span)
     rows, columns = _compute_weights(tensor.shape, global_shape, offsets, tensor.element_size())
     return int(_compile_loop()(memory, stride, rows, columns))
 

@@ -42,7 +42,7 @@ from rl.observability.run_folder import WEIGHTS, remove_versions
 from rl.observability.spans import span
 from rl.types import BoxSum
 from rl.utils.errors import RunError
-from rl.utils.threads import run_aside
+from rl.utils.threads import run_in_thread
 from rl.weights.boxes import (
     PackedPart,
     Read,
@@ -152,7 +152,7 @@ class WeightStore(Configurable):
         """Prepare the trainer's mesh for pushes, or empty the folder of the versions' files."""
         async with self._run_operation("start"):
             if self._folder is not None:
-                await run_aside(self.discard, name="weight-files")
+                await run_in_thread(self.discard, name="weight-files")
                 # Only the controller creates the folder, so that a push raises an error on a host
                 # that does not share it.
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ class WeightStore(Configurable):
         # that remain.
         with suppress(WeightStoreError):
             async with self._run_operation("stop"):
-                await run_aside(self.discard, name="weight-files")
+                await run_in_thread(self.discard, name="weight-files")
                 if volumes is not None:
                     await volumes.reset.call()
 
@@ -330,7 +330,7 @@ class WeightStore(Configurable):
         async with self._run_operation("delete", version):
             if self._folder is not None:
                 files = self._folder / f"v{version}"
-                await run_aside(
+                await run_in_thread(
                     partial(shutil.rmtree, files, ignore_errors=True), name="weight-files"
                 )
             elif self._volumes is not None:
@@ -393,7 +393,7 @@ async def write_file(file: Path, data: np.ndarray) -> None:
             data.tofile(output)
 
     try:
-        await run_aside(write, name="weight-file")
+        await run_in_thread(write, name="weight-file")
     except OSError as error:
         # The error may also mean that the version's folder is a file.
         if isinstance(error, FileExistsError) and file.exists():
@@ -412,7 +412,7 @@ async def _read_file(file: Path, parts: Sequence[PackedPart]) -> list[Tensor]:
         return boxes
 
     try:
-        return await run_aside(load, name="weight-file")
+        return await run_in_thread(load, name="weight-file")
     except FileNotFoundError as error:
         raise VersionNotFoundError(f"the version was deleted: there is no {file}") from error
     except (OSError, RuntimeError) as error:

@@ -150,7 +150,7 @@ def test_a_model_larger_than_memory_is_refused_with_both_sizes(caplog):
     need = estimate_memory(
         config.trainer,
         spec=config.model,
-        degrees=config.trainer.parallelism.degrees(4),
+        degrees=config.trainer.parallelism.resolve_degrees(4),
         on_gpu=False,
     )
     assert 4 * need.held == pytest.approx(131e9, rel=0.01)

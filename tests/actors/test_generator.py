@@ -8,7 +8,7 @@ import pytest
 
 from actors.generator import VLLMGenerator, generator_env
 from rl.models.generate import generate
-from rl.rollouts.samples import demonstration_sample
+from rl.rollouts.samples import make_demonstration_sample
 from rl.types import SamplingParams
 from rl.weights.store import WeightStore
 from tests.support.monarch_meshes import monarch_meshes
@@ -121,12 +121,13 @@ def test_generator_samples_from_merged_adapters(served):
     """The generator has merged weights; the trainer computes logprobs with unmerged adapters."""
     replies = np.random.default_rng(0).integers(0, VOCAB_SIZE, (len(PROMPTS), 12)).astype(np.int32)
     taught = [
-        demonstration_sample(prompt, reply) for prompt, reply in zip(PROMPTS, replies, strict=True)
+        make_demonstration_sample(prompt, reply)
+        for prompt, reply in zip(PROMPTS, replies, strict=True)
     ]
     served.pull(served.trainer.push_adapted.call_one(15, taught))
     completions = served.run(served.generate(PROMPTS, max_tokens=20, num_samples=2, seed=3))
     samples = [
-        demonstration_sample(prompt, completion.token_ids)
+        make_demonstration_sample(prompt, completion.token_ids)
         for prompt, of_prompt in zip(PROMPTS, completions, strict=True)
         for completion in of_prompt
     ]

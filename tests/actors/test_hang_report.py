@@ -10,7 +10,7 @@ from actors.launch.hang_report import add_hang_report, report_run
 from actors.launch.member import RoleProcesses
 from rl.distributed.process_group import CollectiveTimeoutError
 from rl.observability.stacks import ProcessReport, format_excerpts, write_reports
-from rl.utils.errors import RunError, causes
+from rl.utils.errors import RunError, list_causes
 from rl.weights.types import WeightTimeoutError
 from tests.support.watched_child import watched_child
 
@@ -114,4 +114,4 @@ def test_errors_caused_by_timeouts_are_recognised_and_the_role_that_may_hang(
 @pytest.mark.timeout(10)
 def test_circle_of_causes_is_read_once():
     first, second = RunError("x"), RunError("y")
-    assert list(causes(raised_from(first, raised_from(second, first)))) == [first, second]
+    assert list(list_causes(raised_from(first, raised_from(second, first)))) == [first, second]

@@ -13,14 +13,14 @@ from actors.config import RecoveryConfig, Timeouts
 from actors.launch.calls import ActorTimeoutError
 from actors.launch.hang_report import add_hang_report
 from rl.distributed.process_group import CollectiveTimeoutError, CommConfig
-from rl.rollouts.samples import demonstration_sample
+from rl.rollouts.samples import make_demonstration_sample
 from rl.utils.processes import read_kernel_state
 from tests.support.clusters import CONFIG, PROMPTS, RunningCluster
 from tests.support.monarch_meshes import monarch_meshes
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 
-SAMPLE = demonstration_sample(PROMPTS[0].token_ids, PROMPTS[0].token_ids)
+SAMPLE = make_demonstration_sample(PROMPTS[0].token_ids, PROMPTS[0].token_ids)
 STOPPED = "no stacks: the process is stopped by a signal"
 SHORT = Timeouts(train_s=2.1, close_s=10)
 

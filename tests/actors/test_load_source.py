@@ -11,7 +11,7 @@ from configs.sum_digits import tiny, tiny_moe
 from rl.models.hf import write_random_model
 from rl.models.lora import LoRA
 from rl.models.qwen3 import model_registry
-from rl.starting_point import given_folder, random_model
+from rl.starting_point import describe_random_model, open_model_folder
 from rl.training.checkpoint_config import LoadSource
 from rl.training.engine import TrainingEngine
 
@@ -50,7 +50,7 @@ def check(folder, config=None, *, model_only=False, converters=(), exclude=(), p
     config.trainer.converters = converters
     config.trainer.checkpoint.exclude_from_loading = exclude
     source = LoadSource(path=folder, model_only=model_only, position=position)
-    start = random_model(folder / "nowhere", spec=config.model, seed=0)
+    start = describe_random_model(folder / "nowhere", spec=config.model, seed=0)
     check_source(source, start=start, config=config, num_gpus=0)
 
 
@@ -98,7 +98,7 @@ def test_excluded_tensors_may_have_another_shape(saved):
 def test_checkpoint_of_another_tokenizer_is_refused_with_both_folders(tmp_path):
     config = tiny()
     spec = model_registry("tiny")
-    start = random_model(tmp_path / "cache", spec=spec, seed=0)
+    start = describe_random_model(tmp_path / "cache", spec=spec, seed=0)
     start.make()
     engine = TrainingEngine(
         config=config.trainer, model_spec=spec, hf_assets_path=str(start.folder), device="cpu"
@@ -112,10 +112,10 @@ def test_checkpoint_of_another_tokenizer_is_refused_with_both_folders(tmp_path):
         for model_only in (False, True)
     ]
     # The random model is not written yet; its tokenizer is known already.
-    for fitting in (start, random_model(tmp_path / "cache-2", spec=spec, seed=1)):
+    for fitting in (start, describe_random_model(tmp_path / "cache-2", spec=spec, seed=1)):
         for source in (None, *sources):
             check_source(source, start=fitting, config=config, num_gpus=0)
-    changed = given_folder(other, spec=spec)
+    changed = open_model_folder(other, spec=spec)
     made = rf"{tmp_path}/step-0 was made with the tokenizer of {start.folder}"
     says = rf"{made}, this run has {other} \(tokenizer\.json differs\)"
     for source in sources:

@@ -14,7 +14,7 @@ from examples.custom_trainer import tiny_annealed_clip
 from rl.config.cli import parse_cli
 from rl.config.json import write_json
 from rl.models.float8 import Float8GroupedMM
-from rl.tasks.fingerprint import fingerprint_problems
+from rl.tasks.fingerprint import make_fingerprint
 from rl.training.checkpoint_files import read_state, sum_of_file, write_description
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
@@ -73,7 +73,7 @@ def stopped(tmp_path_factory):
     engine = TrainingEngine(
         config=run.config.trainer, model_spec=run.config.model, hf_assets_path=None, device="cpu"
     )
-    problems = fingerprint_problems(run.config.task.build(), seed=run.config.seed)
+    problems = make_fingerprint(run.config.task.build(), seed=run.config.seed)
     position = LoopPosition(step=2, num_problems=64, problems=problems)
     engine.save_checkpoint(str(path / "checkpoints" / "step-2"), position=position)
     return folder

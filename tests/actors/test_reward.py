@@ -11,7 +11,7 @@ from actors.cluster.group import ActorGroup
 from actors.config import Timeouts
 from actors.launch.calls import ActorTimeoutError
 from actors.reward import RewardActor
-from rl.rollouts.rewards import longest_s
+from rl.rollouts.rewards import compute_longest_s
 from rl.types import Score
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.reward_functions import alone, together
@@ -111,7 +111,7 @@ def scored_one_by_one(rubric, *sizes, takes_s):
 
     async def scored():
         group = ActorGroup(name="reward", mesh=OneByOne(takes_s), timeouts=Timeouts())
-        limits = partial(longest_s, rubric, time_limit_s=RewardActor.Config().time_limit_s)
+        limits = partial(compute_longest_s, rubric, time_limit_s=RewardActor.Config().time_limit_s)
         rewarder = RewardClient(group, num_procs=1, longest_s=limits)
         return await rewarder.score([rollouts(*["x"] * size) for size in sizes])
 

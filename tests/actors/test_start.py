@@ -97,7 +97,7 @@ def no_threads(monkeypatch):
     async def run_now(function, **_):
         return function()
 
-    monkeypatch.setattr("actors.cluster.starter.run_aside", run_now)
+    monkeypatch.setattr("actors.cluster.starter.run_in_thread", run_now)
 
 
 @pytest.mark.parametrize("role", ["trainer", "generator_1", "reward"])

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from actors.launch import cleanup as processes
+from actors.launch import cleanup
 from actors.launch.cleanup import (
     MAX_PATH,
     PREFIX,
     RUN_VARIABLE,
-    carrying_environment,
-    mapped_shared_memory,
+    find_by_environment,
+    find_shared_memory,
     remove_unmapped,
 )
 from rl.utils.processes import ProcessId, identify, is_alive, kill
@@ -38,8 +38,8 @@ def in_new_process(parent, function):
 
     def run():
         os.environ["TMPDIR"] = tempfile.tempdir = str(parent)
-        processes.RUN = uuid.uuid4().hex[:8]
-        processes._make_folder.cache_clear()
+        cleanup.RUN = uuid.uuid4().hex[:8]
+        cleanup._make_folder.cache_clear()
         return function()
 
     return run_in_fork(run)
@@ -55,9 +55,9 @@ def gone(is_left):
 
 def test_run_has_one_temporary_folder_which_goes(parent):
     def run_twice():
-        with processes.temporary_files():
+        with cleanup.guard_temporary_files():
             inside = tempfile.mkdtemp()
-        with processes.temporary_files():
+        with cleanup.guard_temporary_files():
             again = tempfile.mkdtemp()
         after = tempfile.gettempdir(), os.environ["TMPDIR"]
         return json.dumps([inside, again, *after, Path(inside).is_dir()])
@@ -75,9 +75,9 @@ def test_run_has_one_temporary_folder_which_goes(parent):
 
 def test_folder_and_processes_of_a_killed_run_are_removed(parent):
     def be_killed():
-        with processes.temporary_files():
+        with cleanup.guard_temporary_files():
             left = subprocess.Popen(
-                ["sleep", "600"], env={**os.environ, RUN_VARIABLE: processes.RUN}
+                ["sleep", "600"], env={**os.environ, RUN_VARIABLE: cleanup.RUN}
             )
             tempfile.mkdtemp()
             (parent / "pid").write_text(str(left.pid))
@@ -99,7 +99,7 @@ def test_folder_is_in_tmp_if_paths_would_be_too_long_for_sockets(parent):
     deep.mkdir()
 
     def folder():
-        with processes.temporary_files():
+        with cleanup.guard_temporary_files():
             return os.environ["TMPDIR"]
 
     status, answer = in_new_process(deep, folder)
@@ -123,17 +123,17 @@ def test_processes_are_found_by_their_environment_and_killed_by_their_identity()
         assert found is not None
         try:
             # The kernel shows the environment a moment after the program has begun.
-            while not (shown := carrying_environment("RELAY_TEST_MARK", "a=b")):
+            while not (shown := find_by_environment("RELAY_TEST_MARK", "a=b")):
                 assert process.poll() is None
             assert shown == [found]
-            assert carrying_environment("RELAY_TEST_MARK", "a") == []
+            assert find_by_environment("RELAY_TEST_MARK", "a") == []
             kill(
                 ProcessId(process.pid, found.start_ticks - 1)
             )  # an earlier process with the same pid
             assert is_alive(found)
         finally:
             kill(found)
-    assert carrying_environment("RELAY_TEST_MARK", "a=b") == []
+    assert find_by_environment("RELAY_TEST_MARK", "a=b") == []
 
 
 def test_shared_memory_is_removed_only_if_no_process_maps_it():
@@ -143,7 +143,7 @@ def test_shared_memory_is_removed_only_if_no_process_maps_it():
     memory = mmap.mmap(descriptor, mmap.PAGESIZE)
     os.close(descriptor)
     try:
-        mapped = mapped_shared_memory([os.getpid()])
+        mapped = find_shared_memory([os.getpid()])
         assert file in mapped
         assert remove_unmapped([file]) == []
         assert file.exists()

@@ -13,7 +13,7 @@ import signal
 import numpy as np
 import pytest
 
-from actors.launch.cleanup import RUN, RUN_VARIABLE, carrying_environment
+from actors.launch.cleanup import RUN, RUN_VARIABLE, find_by_environment
 from rl.distributed.mesh import ParallelismConfig
 from rl.tinker.backend import BackendLostError
 from rl.tinker.types import InvalidRequestError, LimitReachedError
@@ -126,7 +126,7 @@ async def compare(folder):
         await after_a_death(actors)
     finally:
         await asyncio.gather(actors.close(), local.close())
-    assert carrying_environment(RUN_VARIABLE, RUN) == []
+    assert find_by_environment(RUN_VARIABLE, RUN) == []
     with pytest.raises(RuntimeError, match="the backend is closed"):
         await sampled(actors, base)
 

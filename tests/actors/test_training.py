@@ -15,10 +15,10 @@ from rl.loop.stop_request import StopRequest
 from rl.observability.events import read_events
 from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import RunFolder
-from rl.tasks.fingerprint import fingerprint_problems
+from rl.tasks.fingerprint import make_fingerprint
 from rl.tasks.sum_digits import SumDigits
-from rl.training.checkpoint_config import LoadSource, own_checkpoint
-from rl.training.checkpoint_files import DamagedCheckpointError, read_state, saved_steps
+from rl.training.checkpoint_config import LoadSource, find_own_checkpoint
+from rl.training.checkpoint_files import DamagedCheckpointError, list_steps, read_state
 from rl.utils.errors import RunError
 from tests.support.checkpoints import save
 from tests.support.event_files import points
@@ -54,7 +54,7 @@ def load(trainer, folder, *, may_set_aside=True, source=None):
             trainer,
             config=tiny(),
             plan=plan,
-            find=lambda: source or own_checkpoint(folder, num_steps=9),
+            find=lambda: source or find_own_checkpoint(folder, num_steps=9),
             may_set_aside=lambda source: may_set_aside,
         )
     )
@@ -68,7 +68,7 @@ def test_damaged_checkpoints_are_set_aside_until_one_loads(tmp_path, caplog):
     assert source is not None
     assert source.path == tmp_path / "step-2"
     assert trainer.calls == [("step-6", ()), ("step-4", ()), ("step-2", ())]
-    assert list(saved_steps(tmp_path)) == [2]
+    assert list(list_steps(tmp_path)) == [2]
     assert [record.message.partition(";")[2] for record in caplog.records] == [
         f" it is set aside as step-{step}.damaged, and an earlier one is taken" for step in (6, 4)
     ]
@@ -82,7 +82,7 @@ def test_checkpoint_of_another_run_is_loaded_as_configured_and_an_error_if_damag
     save(tmp_path, 2)
     with pytest.raises(DamagedCheckpointError, match=r"__0_0.distcp is corrupted"):
         load(Loading("step-2"), tmp_path, may_set_aside=False)
-    assert list(saved_steps(tmp_path)) == [2]
+    assert list(list_steps(tmp_path)) == [2]
 
 
 def run_config() -> Controller.Config:
@@ -127,7 +127,7 @@ def test_run_that_loses_its_trainer_goes_back_and_ends_like_an_undisturbed_one(t
     # Every checkpoint knows the problems.
     position = read_state(tmp_path / "lost" / "checkpoints" / "step-4").position
     assert position is not None
-    assert position.problems == fingerprint_problems(config.task.build(), seed=config.seed)
+    assert position.problems == make_fingerprint(config.task.build(), seed=config.seed)
     # TensorBoard has each point once.
     shown = points(tmp_path / "lost" / "tensorboard")
     for name in ("reward/mean", "eval/correct", "policy_version"):

@@ -47,7 +47,7 @@ def test_cache_of_a_rank_holds_its_heads_only(settings, num_tokens):
     # A token takes 2 x 2 layers x 2 heads x 32 places x 4 bytes = 1 KiB, a block of 32 tokens 32
     # KiB.
     config = VLLMGenerator.Config(cpu_kv_cache_gib=9 / 2**15, **settings)
-    assert config.cpu_cache_tokens(MODEL) == num_tokens
+    assert config.count_cpu_cache_tokens(MODEL) == num_tokens
 
 
 def test_cache_that_is_too_small_for_a_request_is_refused():
@@ -142,7 +142,7 @@ def test_engine_has_the_prefix_cache_of_the_config_and_no_quantization_of_the_fo
     write_hf_folder(tmp_path / "hf", params, spec.adapter(spec.model), dtype=torch.bfloat16)
     quantize_folder(tmp_path / "hf", block=(16, 16))
     for caches in (True, False):
-        arguments = core.engine_args(
+        arguments = core.build_engine_args(
             VLLMGenerator.Config(
                 dtype="float32",
                 max_model_len=64,

@@ -154,10 +154,10 @@ def test_kernels_of_a_gpu_give_the_trainers_hidden_states(
         "positions": torch.arange(24) % 12,
         "sequences": SequenceLayout.from_lengths([12, 12]),
     }
-    theirs, ours = kernels.both_ways(model, ids, **inputs)
+    theirs, ours = kernels.run_both_kernels(model, ids, **inputs)
     one = {"positions": torch.arange(1), "sequences": SequenceLayout.from_lengths([1])}
     torch.testing.assert_close(
-        kernels.both_ways(model, ids[:1], **one)[1], ours[:1], atol=0.05, rtol=0.05
+        kernels.run_both_kernels(model, ids[:1], **one)[1], ours[:1], atol=0.05, rtol=0.05
     )
     assert_as_exact(ours.float(), theirs.float(), model.float()(ids, **inputs))
     names = ("fused_add_rms_norm", "rotary_embedding", "fused_qk_norm_rope")

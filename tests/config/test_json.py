@@ -9,7 +9,7 @@ import pytest
 
 from rl.config.cli import parse_cli
 from rl.config.configurable import Configurable
-from rl.config.json import changed_fields, encode, load_values, read_json, to_dict, write_json
+from rl.config.json import encode, list_changed_fields, load_values, read_json, to_dict, write_json
 from rl.config.registry import ResolvedRun
 from rl.config.tree import ConfigError, convert
 from tests.config import example_configs
@@ -137,11 +137,11 @@ def parse(*argv: str) -> ResolvedRun:
 def test_changed_fields_have_both_values_and_leave_out_the_location(tmp_path):
     write_json(parse("--name", "first", "--dump_folder", "x"), tmp_path / "config.json")
     same = parse("--name", "other", "--dump_folder", "y")
-    assert changed_fields(tmp_path / "config.json", same.config) == []
+    assert list_changed_fields(tmp_path / "config.json", same.config) == []
     changed = parse("--trainer.optimizer.lr", "0.25", "--trainer.optimizer.betas", "0.5", "0.9")
-    off = changed_fields(tmp_path / "config.json", parse("--warmup", "None").config)
+    off = list_changed_fields(tmp_path / "config.json", parse("--warmup", "None").config)
     assert off == ["warmup.num_steps: 150 -> null"]
-    assert changed_fields(tmp_path / "config.json", changed.config) == [
+    assert list_changed_fields(tmp_path / "config.json", changed.config) == [
         "trainer.optimizer.lr: 0.0003 -> 0.25",
         "trainer.optimizer.betas: [0.9, 0.95] -> [0.5, 0.9]",
     ]

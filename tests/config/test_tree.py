@@ -13,8 +13,8 @@ from rl.config.tree import (
     ConfigError,
     check_fields,
     convert,
-    field_docs,
     find_input_paths,
+    read_field_docs,
     rebuild,
     replace_values,
     walk,
@@ -141,9 +141,9 @@ def test_post_init_that_rewrites_a_field_is_a_programming_error():
 
 
 def test_field_docs_come_from_the_class_and_its_parents():
-    docs = field_docs(SgdOptimizer.Config)
+    docs = read_field_docs(SgdOptimizer.Config)
     assert docs == {"lr": "Peak learning rate.", "momentum": "Momentum of the running mean."}
-    assert field_docs(Run.Config)["warmup"] == "Supervised start."
+    assert read_field_docs(Run.Config)["warmup"] == "Supervised start."
 
 
 class Named(Protocol):

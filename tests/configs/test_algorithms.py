@@ -9,7 +9,7 @@ from configs import algorithms, sum_digits
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import DAPOLoss, DrGRPOLoss, ReinforcePlusPlusLoss
 from rl.config.cli import parse_cli
-from rl.config.registry import registry_functions
+from rl.config.registry import list_registry_functions
 from rl.rollouts.advantage import Advantage
 from rl.types import OptimParams
 from tests.training.parts import engine_config, make_sample, small_spec, write_assets
@@ -22,7 +22,7 @@ NAMES = (
 
 
 def test_every_algorithm_has_a_tiny_config():
-    assert sorted(registry_functions(algorithms)) == sorted(f"tiny_{name}" for name in NAMES)
+    assert sorted(list_registry_functions(algorithms)) == sorted(f"tiny_{name}" for name in NAMES)
 
 
 def test_dr_grpo_divides_by_max_tokens_and_not_by_the_standard_deviation():

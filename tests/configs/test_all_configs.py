@@ -19,7 +19,7 @@ from configs import gpu
 from examples.custom_model import model_registry
 from rl.config.cli import parse_cli
 from rl.config.json import read_json, write_json
-from rl.config.registry import ResolvedRun, load_module, registry_functions
+from rl.config.registry import ResolvedRun, list_registry_functions, load_module
 from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import make_renderer
@@ -32,7 +32,7 @@ MODULES = [*sorted(m.name for m in pkgutil.iter_modules(configs.__path__)), "exa
 CONFIGS = [
     f"{module}.{function}"
     for module in MODULES
-    for function in sorted(registry_functions(load_module(module)))
+    for function in sorted(list_registry_functions(load_module(module)))
 ]
 RUNS = [name for name in CONFIGS if not name.startswith("tinker.")]
 GPU_CONFIGS = [name for name in RUNS if ".qwen3_" in name or ".math_" in name]
@@ -40,7 +40,7 @@ GPU_CONFIGS = [name for name in RUNS if ".qwen3_" in name or ".math_" in name]
 
 def config_of(name):
     module, _, function = name.rpartition(".")
-    return registry_functions(load_module(module))[function]()
+    return list_registry_functions(load_module(module))[function]()
 
 
 def test_every_task_and_size_has_a_config():

@@ -9,17 +9,17 @@ from rl.models.attention import SequenceLayout
 
 def test_remaining_ranks_hold_shards_and_share_the_experts():
     config = ParallelismConfig(data_parallel_replicate_degree=2, tensor_parallel_degree=4)
-    assert config.degrees(24) == Degrees(dp_replicate=2, dp_shard=3, tp=4)
+    assert config.resolve_degrees(24) == Degrees(dp_replicate=2, dp_shard=3, tp=4)
     degrees = ParallelismConfig(
         data_parallel_replicate_degree=2, context_parallel_degree=3
-    ).degrees(24)
+    ).resolve_degrees(24)
     assert degrees == Degrees(dp_replicate=2, dp_shard=4, cp=3, tp=1)
     # The ranks of a context-parallel group see the same samples and hold different shards.
     assert degrees.fsdp == 12
     config = ParallelismConfig(
         tensor_parallel_degree=2, expert_parallel_degree=4, expert_tensor_parallel_degree=2
     )
-    assert config.degrees(16) == Degrees(dp_replicate=1, dp_shard=8, tp=2, ep=4, etp=2)
+    assert config.resolve_degrees(16) == Degrees(dp_replicate=1, dp_shard=8, tp=2, ep=4, etp=2)
 
 
 SHARD, TP, CP = "data_parallel_shard_degree", "tensor_parallel_degree", "context_parallel_degree"
@@ -42,7 +42,7 @@ EXPERT_TP = "expert_tensor_parallel_degree"
 def test_degrees_that_do_not_fit_the_world_are_rejected(settings, world_size, message):
     config = ParallelismConfig(**settings)
     with pytest.raises(ValueError, match=message):
-        config.degrees(world_size)
+        config.resolve_degrees(world_size)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_invalid_or_unsupported_setting_is_rejected(field, value, message):
 
 
 def test_single_process_needs_no_mesh():
-    assert build_mesh(ParallelismConfig().degrees(1), device_type="cpu") is None
+    assert build_mesh(ParallelismConfig().resolve_degrees(1), device_type="cpu") is None
     assert DataRank.of(None) == DataRank(index=0, count=1, speaks=True)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from actors.launch.cleanup import free_port
-from rl.distributed.process_group import CommConfig, World, awaiting, connect
+from rl.distributed.process_group import CommConfig, World, await_ranks, connect
 from tests.support.distributed import run_ranks
 
 ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
@@ -64,7 +64,7 @@ def miss_the_last_of_five(size, folder):
     if dist.get_rank() == 1:
         return []
     try:
-        with awaiting("a sum", record_in=folder):
+        with await_ranks("a sum", record_in=folder):
             dist.all_reduce(torch.ones(7))
     except RuntimeError as error:
         return error.__notes__

@@ -72,7 +72,7 @@ def test_a_rank_has_two_stages_where_the_schedule_uses_them(schedule, ranks):
 )
 def test_earlier_ranks_keep_the_activations_of_more_micro_batches(schedule, held):
     found = plan(10, degree=3, schedule=schedule)
-    assert [found.held_at_once(rank, schedule=schedule) for rank in range(3)] == held
+    assert [found.count_held(rank, schedule=schedule) for rank in range(3)] == held
 
 
 def test_layers_of_a_stage_or_names_of_modules_divide_the_model():
@@ -127,7 +127,7 @@ def test_a_file_sets_ranks_and_number_of_micro_batches(tmp_path):
     found = plan(4, degree=2, schedule_csv=str(file))
     assert (found.ranks, found.file.num_micro_batches) == ((0, 1), 2)
     # GPipe: both micro-batches are forward before the first is backward.
-    assert [found.held_at_once(rank, schedule="1F1B") for rank in range(2)] == [2, 2]
+    assert [found.count_held(rank, schedule="1F1B") for rank in range(2)] == [2, 2]
 
 
 @pytest.mark.parametrize(

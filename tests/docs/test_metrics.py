@@ -111,7 +111,7 @@ def of_batches_and_evaluations():
     sets = [EvaluatedSet(name=name, greedy=greedy, sampled=[]) for name in ("easy", "hard")]
     return {
         **batch_metrics(Batch(groups=[group], dropped=[("failed", group)])),
-        **EvaluationResult(sets=sets).metrics(),
+        **EvaluationResult(sets=sets).compute_metrics(),
     }
 
 

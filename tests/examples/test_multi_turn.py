@@ -17,7 +17,7 @@ from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.observability.metrics import read_metrics
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import make_renderer
-from rl.rollouts.samples import demonstrated
+from rl.rollouts.samples import make_sample_of_demonstration
 from rl.types import Problem, Reply
 from tests.support.scored import COMPLETION, replied
 from tests.support.tasks import played
@@ -37,7 +37,7 @@ def test_demonstrations_fit_the_tiny_run(example, tmp_path):
     task = config.task.build()
     environments = Environments(make=task.environment)
     for problem in islice(task.warmup_problems(seed=0), 12):
-        sample = asyncio.run(demonstrated(problem, environments, renderer=renderer))
+        sample = asyncio.run(make_sample_of_demonstration(problem, environments, renderer=renderer))
         text = tokenizer.decode(sample.token_ids[sample.mask]).split("<|im_end|>")
         assert text[:-1] == list(problem.demonstrations)
         assert len(sample.token_ids) <= config.generator.max_model_len

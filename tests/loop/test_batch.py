@@ -11,7 +11,7 @@ import pytest
 
 from rl.loop.batch import TrainingBatch, collect_trained_rollouts, make_training_batch
 from rl.loop.loop import Loop
-from rl.observability.metrics import reduced
+from rl.observability.metrics import reduce_metric
 from rl.observability.recorder import Recorder, RecorderConfig, TrainedRollout, read_rollouts
 from rl.rollouts.advantage import Advantage, KLReward
 from rl.rollouts.group import Group
@@ -77,7 +77,7 @@ def lengths(made: TrainingBatch) -> list[list[int]]:
 
 
 def counted(made: TrainingBatch) -> dict[str, float | None]:
-    return {name: reduced(metric) for name, metric in made.metrics.items()}
+    return {name: reduce_metric(metric) for name, metric in made.metrics.items()}
 
 
 def test_minibatches_are_divided_by_prompts_without_failed_rollouts():

@@ -15,7 +15,7 @@ from rl.rollouts.producer import NothingToLearnError
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.rollouts.staleness import StalePolicyError
 from rl.tasks.sum_digits import SumDigits, is_correct, make_problem
-from rl.types import Rollout, ServeResult
+from rl.types import PullResult, Rollout
 from rl.utils.errors import RunError
 from tests.support.fakes import RENDERER, FakePolicy
 from tests.support.loops import PROBLEM, half_right, make_loop, number_of, problems
@@ -150,8 +150,8 @@ def test_evaluations_are_greedy_and_run_first_every_n_steps_and_last():
 def test_a_completion_of_another_policy_version_stops_the_run():
     policy = FakePolicy(reply=half_right)
 
-    async def serve_nothing(policy_version: int) -> ServeResult:
-        return ServeResult()  # the generator kept its old weights
+    async def serve_nothing(policy_version: int) -> PullResult:
+        return PullResult()  # the generator kept its old weights
 
     policy.serve = serve_nothing  # type: ignore[method-assign]
     says = (

@@ -11,7 +11,7 @@ from rl.loop.metrics import (
     time_metrics,
     training_metrics,
 )
-from rl.observability.metrics import reduced
+from rl.observability.metrics import reduce_metric
 from rl.rollouts.evaluation import score_metrics
 from rl.rollouts.group import Group, RolloutWorker, ScoredRollout
 from rl.rollouts.producer import Batch
@@ -39,7 +39,7 @@ PROMPT = prompt_of(make_problem([12, 34]))
 
 
 def values(metrics):
-    return {name: reduced(metric) for name, metric in metrics.items()}
+    return {name: reduce_metric(metric) for name, metric in metrics.items()}
 
 
 def rollouts(*texts, finish_reason="stop"):
@@ -213,8 +213,8 @@ def test_effective_share_is_taken_over_all_minibatches():
             ),
         ]
     )
-    assert reduced(merged["loss/correction_weight"]) == pytest.approx(7 / 4)
-    assert reduced(merged["loss/correction_effective_share"]) == pytest.approx(
+    assert reduce_metric(merged["loss/correction_weight"]) == pytest.approx(7 / 4)
+    assert reduce_metric(merged["loss/correction_effective_share"]) == pytest.approx(
         (7 / 4) ** 2 / (13 / 4)
     )
     assert "loss/correction_effective_share" not in training_metrics([minibatch()])

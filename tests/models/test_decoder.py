@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from rl.models.attention import SequenceLayout
-from rl.models.decoder import RMSNorm, linear_head, persistent_buffers, reset_buffers
+from rl.models.decoder import RMSNorm, find_persistent_buffers, linear_head, reset_buffers
 from tests.support.policies import full_logits, random_model, small_spec
 
 LENGTHS = [5, 1, 9, 3]
@@ -52,7 +52,7 @@ def test_load_balance_bias_stays_float32_and_is_zero_after_a_reset():
         model = small_spec(experts=True).model.build().to(torch.bfloat16)
     model.to_empty(device="cpu")
     reset_buffers(model)
-    buffers = persistent_buffers(model)
+    buffers = find_persistent_buffers(model)
     assert list(buffers) == [f"layers.{i}.feed_forward.router.load_balance_bias" for i in (0, 1)]
     for bias in buffers.values():
         assert bias.dtype == torch.float32
@@ -64,7 +64,7 @@ def test_persistent_buffers_are_read_without_the_hooks_of_state_dict():
     model.register_state_dict_pre_hook(
         lambda *_: pytest.fail("FSDP's hook would shard the model again")
     )
-    assert len(persistent_buffers(model)) == 2
+    assert len(find_persistent_buffers(model)) == 2
 
 
 @pytest.mark.parametrize("tie", [True, False])

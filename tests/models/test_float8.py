@@ -9,7 +9,7 @@ from torch import nn
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.mesh import Degrees
-from rl.models.decoder import persistent_buffers
+from rl.models.decoder import find_persistent_buffers
 from rl.models.float8 import Float8, Float8GroupedMM
 from rl.models.lora import LoRA
 from tests.training.parts import even_moe_spec, even_spec, make_engine, make_samples, small_spec
@@ -92,7 +92,7 @@ def test_converted_model_trains_near_the_plain_one_and_exports_its_own_weights(o
     assert losses[-1] < losses[0] - 0.05
     state = rounding.model_state_dict()
     assert list(state) == list(plain.model_state_dict())
-    own = rounding.policy.parameters | persistent_buffers(rounding.policy.model)
+    own = rounding.policy.parameters | find_persistent_buffers(rounding.policy.model)
     assert all(torch.equal(tensor, own[name]) for name, tensor in state.items())
 
 

@@ -12,7 +12,7 @@ from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.mesh import Degrees
 from rl.models.float8 import Float8GroupedMM, emulate_groups_in_float8, multiply_groups_in_float8
 from rl.models.lora import LoRA
-from rl.models.moe import GroupedExperts, grouped_linear
+from rl.models.moe import GroupedExperts, multiply_groups
 from tests.models.test_float8 import E4M3, rounded
 from tests.training.parts import (
     assert_near,
@@ -56,7 +56,7 @@ def test_product_and_gradients_use_rounded_factors_of_each_expert(dtype, precisi
     assert_near(
         {name: tensor.float() for name, tensor in actual.items()}, expected, relative=precision
     )
-    plain = grouped(grouped_linear)[1]
+    plain = grouped(multiply_groups)[1]
     assert all(0.01 < (plain[k] - expected[k]).norm() / plain[k].norm() < 0.06 for k in plain)
 
 
@@ -141,7 +141,7 @@ def test_named_experts_alone_are_converted_and_frozen_ones_pass_gradients_on():
     rounding = Float8GroupedMM.Config(emulate=True, fqns=("layers.1.",))
     engine = make_engine(None, spec=even_moe_spec(), converters=(LoRA.Config(), rounding))
     experts = [m for m in engine.policy.model.modules() if isinstance(m, GroupedExperts)]
-    assert [m.product for m in experts] == [grouped_linear, emulate_groups_in_float8]
+    assert [m.product for m in experts] == [multiply_groups, emulate_groups_in_float8]
     engine.forward_backward(make_samples(), loss=CrossEntropyLoss())
     with_gradient = {n: p.grad for n, p in engine.policy.parameters.items() if p.grad is not None}
     assert all("lora" in name for name in with_gradient)

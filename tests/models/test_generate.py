@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl.models.generate import build_requests, complete, generate, prompt_logprobs
-from rl.models.sampling import draw, processed_logprobs, request_seeds, spells_any, uniforms
+from rl.models.sampling import draw, draw_uniforms, process_logits, request_seeds, spells_any
 from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.types import SamplingParams
 from tests.support.policies import full_logits, random_model, recomputed_logprobs, small_spec
@@ -155,9 +155,7 @@ def test_top_k_and_top_p_cut_and_renormalise():
     logits = torch.tensor([[0.15, 0.5, 0.1, 0.25]]).log()
 
     def probabilities(**settings):
-        return (
-            processed_logprobs(logits, SamplingParams(max_tokens=1, **settings)).exp()[0].tolist()
-        )
+        return process_logits(logits, SamplingParams(max_tokens=1, **settings)).exp()[0].tolist()
 
     assert probabilities() == pytest.approx([0.15, 0.5, 0.1, 0.25])
     assert probabilities(top_k=2) == pytest.approx([0, 2 / 3, 0, 1 / 3])
@@ -215,9 +213,9 @@ def test_seeds_depend_on_the_prompt_but_not_on_its_position():
 
 
 def test_first_uniforms_do_not_depend_on_the_count():
-    assert torch.equal(uniforms(5, 4), uniforms(5, 40)[:4])
-    assert not torch.equal(uniforms(5, 4), uniforms(6, 4))
-    assert 0.45 < uniforms(0, 10_000).mean() < 0.55
+    assert torch.equal(draw_uniforms(5, 4), draw_uniforms(5, 40)[:4])
+    assert not torch.equal(draw_uniforms(5, 4), draw_uniforms(6, 4))
+    assert 0.45 < draw_uniforms(0, 10_000).mean() < 0.55
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rl.distributed.compat import use_one_gloo_worker
-from rl.models.logprobs import token_logprobs
+from rl.models.logprobs import compute_token_logprobs
 from tests.support.distributed import run_ranks
 
 # T tokens, E width, V vocabulary.
@@ -29,7 +29,7 @@ def fresh_inputs(*, requires_grad=True):
 def test_logprobs_and_entropy_of_a_distribution_known_by_hand():
     # Logits 0, ln 2 and ln 5 at temperature 1: probabilities 1/8, 2/8 and 5/8.
     weight = torch.tensor([[0.0], [math.log(2)], [math.log(5)]])
-    logprobs, entropy = token_logprobs(
+    logprobs, entropy = compute_token_logprobs(
         torch.ones(2, 1),
         weight,
         targets_T=torch.tensor([1, 2]),
@@ -95,7 +95,7 @@ def test_values_and_gradients_equal_autograd_on_whole_logits(
     hidden, weight, given = fresh_inputs()
     given = with_targets(given, num_targets)
     settings = {"chunk_tokens": chunk_tokens, "entropy_gradient": entropy_gradient}
-    values = token_logprobs(hidden, weight, **given, **settings)
+    values = compute_token_logprobs(hidden, weight, **given, **settings)
     assert values[0].shape == given["targets_T"].shape
     assert (
         values[0]._base is values[1]._base is None
@@ -108,7 +108,7 @@ def test_values_and_gradients_equal_autograd_on_whole_logits(
 def test_tokens_that_are_not_needed_have_zeros_and_no_gradient(chunk_tokens):
     hidden, weight, given = fresh_inputs()
     rows = torch.tensor([1, 4, 5, 9])
-    values = token_logprobs(hidden, weight, **given, rows_R=rows, chunk_tokens=chunk_tokens)
+    values = compute_token_logprobs(hidden, weight, **given, rows_R=rows, chunk_tokens=chunk_tokens)
     is_needed = torch.zeros(T).index_fill(0, rows, 1.0)
     expected = [value * is_needed for value in by_autograd(hidden, weight, given)]
     gradients = gradients_of(values, (hidden, weight))
@@ -120,7 +120,7 @@ def test_tokens_that_are_not_needed_have_zeros_and_no_gradient(chunk_tokens):
 def test_gradient_of_a_nearly_certain_target_in_bfloat16_is_not_rounded_with_its_probability():
     hidden = torch.ones(1, 1, dtype=torch.bfloat16)
     weight = torch.tensor([[8.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)
-    logprobs, _ = token_logprobs(
+    logprobs, _ = compute_token_logprobs(
         hidden, weight, targets_T=torch.tensor([0]), temperatures_T=torch.ones(1)
     )
     (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
@@ -133,7 +133,7 @@ def test_gradient_of_a_nearly_certain_target_in_bfloat16_is_not_rounded_with_its
 def test_entropy_of_a_nearly_certain_distribution_has_a_finite_gradient():
     hidden = torch.ones(1, 1, requires_grad=True)
     weight = torch.tensor([[500.0], [0.0]])
-    _, entropy = token_logprobs(
+    _, entropy = compute_token_logprobs(
         hidden,
         weight,
         targets_T=torch.tensor([0]),
@@ -156,7 +156,9 @@ def saved_bytes(num_tokens, **settings):
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        token_logprobs(hidden, weight, targets_T=targets, temperatures_T=temperatures, **settings)
+        compute_token_logprobs(
+            hidden, weight, targets_T=targets, temperatures_T=temperatures, **settings
+        )
     return sum(saved)
 
 
@@ -184,7 +186,7 @@ def compare_sharded() -> None:
         weight.requires_grad_()
         settings: dict[str, Any] = {"chunk_tokens": chunk_tokens, "loss_parallel": loss_parallel}
         case = f"hidden {name}, weight {weight_placement}, {targets} targets, {settings}"
-        values = token_logprobs(
+        values = compute_token_logprobs(
             hidden, weight, **given, **settings, entropy_gradient=entropy_gradient
         )
         gradients = gradients_of(values, (hidden, weight))

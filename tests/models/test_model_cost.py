@@ -12,7 +12,7 @@ from rl.models.attention import SequenceLayout
 from rl.models.converter import ModelConverters
 from rl.models.decoder import linear_head
 from rl.models.lora import LoRA
-from rl.models.model_cost import model_work
+from rl.models.model_cost import count_work
 from rl.models.qwen3 import model_registry
 
 LENGTHS = [24, 24]
@@ -41,11 +41,11 @@ def pytorchs_counts(spec, *, backward):
 @pytest.mark.parametrize("family", [qwen3, qwen3_moe, qwen2, custom_model])
 def test_operations_equal_those_that_pytorch_counts(family):
     spec = family.model_registry("tiny")
-    work = model_work(spec.model)
+    work = count_work(spec.model)
     attended = sum(
         n * n for n in LENGTHS
     )  # On a CPU the hidden half of the scores is computed too.
-    for flops, backward in ((work.sampling_flops, False), (work.training_flops, True)):
+    for flops, backward in ((work.count_sampling_flops, False), (work.count_training_flops, True)):
         products, attention = pytorchs_counts(spec, backward=backward)
         assert flops(tokens=NUM_TOKENS, attended=0) == products
         # On a CPU the backward computes the scores once more: 14 operations a number instead of 12.
@@ -53,12 +53,12 @@ def test_operations_equal_those_that_pytorch_counts(family):
 
 
 def test_sizes_of_the_registry_are_counted_without_memory():
-    dense = model_work(model_registry("32B").model)
+    dense = count_work(model_registry("32B").model)
     table = 151_936 * 5120
     assert dense.products == dense.trained
     assert dense.parameters - dense.products - table == 64 * (2 * 5120 + 2 * 128) + 5120  # norms
     assert (dense.attention, dense.cached) == (64 * 64 * 128, 2 * 64 * 8 * 128)
-    mixture = model_work(qwen3_moe.model_registry("30B-A3B").model)
+    mixture = count_work(qwen3_moe.model_registry("30B-A3B").model)
     assert mixture.products == pytest.approx(3.0e9, rel=0.05)  # its name says so
 
 
@@ -69,20 +69,22 @@ def test_only_adapters_have_weight_gradients():
     with torch.device("meta"):
         module = spec.model.build()
         converters.convert(module)
-    plain, adapted = model_work(spec.model), model_work(spec.model, converted=module)
+    plain, adapted = count_work(spec.model), count_work(spec.model, converted=module)
     assert adapted.trained == adapted.parameters - plain.parameters
     assert adapted.products == plain.products + adapted.trained
-    full = plain.training_flops(tokens=1, attended=0)
-    assert adapted.training_flops(tokens=1, attended=0) == pytest.approx(2 / 3 * full, rel=0.2)
+    full = plain.count_training_flops(tokens=1, attended=0)
+    assert adapted.count_training_flops(tokens=1, attended=0) == pytest.approx(
+        2 / 3 * full, rel=0.2
+    )
 
 
 def test_decoding_reads_only_the_chosen_experts():
-    work = model_work(qwen3_moe.model_registry("tiny").model)
+    work = count_work(qwen3_moe.model_registry("tiny").model)
     assert work.chosen == 2 / 8
     assert work.read + work.experts == work.parameters
-    one = work.sampling_bytes(steps=1, tokens=1, attended=0, itemsize=2)
+    one = work.count_sampling_bytes(steps=1, tokens=1, attended=0, itemsize=2)
     assert one == pytest.approx(2 * (work.read + 0.25 * work.experts))
-    three = work.sampling_bytes(steps=1, tokens=3, attended=0, itemsize=2)
+    three = work.count_sampling_bytes(steps=1, tokens=3, attended=0, itemsize=2)
     assert three == pytest.approx(2 * (work.read + (1 - 0.75**3) * work.experts))
-    many = work.sampling_bytes(steps=1, tokens=1000, attended=0, itemsize=2)
+    many = work.count_sampling_bytes(steps=1, tokens=1000, attended=0, itemsize=2)
     assert many == pytest.approx(2 * work.parameters)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl.models.moe import ExpertRouter, MoE, grouped_linear, multiply_in_one_kernel
+from rl.models.moe import ExpertRouter, MoE, multiply_groups, multiply_in_one_kernel
 from rl.models.parallelize import check_tensor_parallel
 from tests.support.policies import random_model, small_spec
 
@@ -116,7 +116,7 @@ def test_grouped_kernel_computes_the_same_product(sizes):
     # GPUs use it in bfloat16, for rows of a multiple of 16 bytes; PyTorch's CPU form allows the
     # comparison here.
     x, weight, ends = inputs(torch.bfloat16, sizes=sizes)
-    expected, out = grouped_linear(x, weight, ends), multiply_in_one_kernel(x, weight, ends)
+    expected, out = multiply_groups(x, weight, ends), multiply_in_one_kernel(x, weight, ends)
     torch.testing.assert_close(out, expected)
     for actual, wanted in zip(
         gradients(out, x, weight), gradients(expected, x, weight), strict=True

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from examples.custom_model import MULTIPLIERS
 from rl.distributed.compat import use_one_gloo_worker
 from rl.distributed.mesh import CP, DP_REPLICATE, DP_SHARD, TP
-from rl.distributed.sharding import ShardingOptions, local_tensor, whole_tensor
+from rl.distributed.sharding import ShardingOptions, gather_whole, local_tensor
 from rl.models.attention import SequenceLayout
-from rl.models.logprobs import token_logprobs
-from rl.models.parallelize import generator_head, parallelize_decoder, parallelize_decoder_generator
+from rl.models.logprobs import compute_token_logprobs
+from rl.models.parallelize import gather_logits, parallelize_decoder, parallelize_decoder_generator
 from tests.support.distributed import run_ranks
 from tests.support.policies import random_model, small_spec
 
@@ -67,7 +67,7 @@ def compute(models):
             "sharded": logits(model),
             "unsplit": [n for n, t in after.items() if 2 * local_tensor(t).numel() != t.numel()],
             "same_names": list(before) == list(after),
-            "same_values": all(torch.equal(whole_tensor(after[n]), before[n]) for n in before),
+            "same_values": all(torch.equal(gather_whole(after[n]), before[n]) for n in before),
         }
     dist.destroy_process_group()
     return results
@@ -76,7 +76,7 @@ def compute(models):
 @torch.no_grad()
 def logits(model):
     ids, positions, layout = batch([5, 1, 3])
-    return model(ids, positions=positions, sequences=layout, head=generator_head).numpy()
+    return model(ids, positions=positions, sequences=layout, head=gather_logits).numpy()
 
 
 def step(model):
@@ -84,11 +84,13 @@ def step(model):
 
     def head(hidden, weight):
         ones = torch.ones(len(ids))
-        return token_logprobs(hidden, weight, targets_T=ids.roll(-1), temperatures_T=ones)[0]
+        return compute_token_logprobs(hidden, weight, targets_T=ids.roll(-1), temperatures_T=ones)[
+            0
+        ]
 
     logprobs = model(ids, positions=positions, sequences=layout, head=head)
     (logprobs * torch.arange(1.0, len(ids) + 1)).sum().backward()
-    gradients = {n: whole_tensor(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {n: gather_whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     return logprobs.detach(), gradients
 
 

@@ -9,9 +9,9 @@ from rl.models.tokenizer import (
     SPECIAL_TOKENS,
     WORD_TOKENS,
     build_byte_tokenizer,
+    compute_fingerprint,
     load_tokenizer,
     open_tokenizer,
-    tokenizer_fingerprint,
 )
 
 
@@ -168,21 +168,21 @@ def test_damaged_folder_is_named(folder, name, damage, message):
 def test_changed_file_is_named_and_a_copy_has_the_same_fingerprint(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     noted, present = (
-        tokenizer_fingerprint(folder),
-        tokenizer_fingerprint(copy, known_as=tmp_path / "run"),
+        compute_fingerprint(folder),
+        compute_fingerprint(copy, known_as=tmp_path / "run"),
     )
     assert present.folder == str(tmp_path / "run")
-    assert noted.differences(present, tokens_alone=False) == []
+    assert noted.find_differences(present, tokens_alone=False) == []
     (copy / "chat_template.jinja").unlink()
     (copy / "generation_config.json").write_text("{}")
-    changed = tokenizer_fingerprint(copy)
-    assert noted.differences(changed, tokens_alone=False) == [
+    changed = compute_fingerprint(copy)
+    assert noted.find_differences(changed, tokens_alone=False) == [
         "chat_template.jinja",
         "generation_config.json",
     ]
-    assert noted.differences(changed, tokens_alone=True) == []
+    assert noted.find_differences(changed, tokens_alone=True) == []
     (copy / "merges.txt").write_text("a b\n")
-    assert noted.differences(tokenizer_fingerprint(copy), tokens_alone=True) == ["merges.txt"]
+    assert noted.find_differences(compute_fingerprint(copy), tokens_alone=True) == ["merges.txt"]
 
 
 @pytest.mark.parametrize(("vocab_size", "end_id"), [(261, 258), (320, 320)])

@@ -79,7 +79,7 @@ def our_logprobs(folder: Path, token_ids: list[int]) -> torch.Tensor:
     spec = spec_from_hf(opened.config)
     model, adapter = spec.model.build(), spec.adapter(spec.model)
     # Buffers, such as a router's bias, may be missing.
-    names = opened.present(model.state_dict(), adapter)
+    names = opened.list_present(model.state_dict(), adapter)
     assert {name for name, _ in model.named_parameters()} <= set(names)
     model.load_state_dict(dict(read_parameters(opened, adapter, names)), strict=False)
     return torch.from_numpy(sequence_logprobs(model, np.asarray(token_ids))[1:]).float()

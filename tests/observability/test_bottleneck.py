@@ -9,7 +9,7 @@ import pytest
 from configs.sum_digits import tiny
 from rl.config.json import to_dict
 from rl.observability import machine as machine_module
-from rl.observability.machine import Bottleneck, bottleneck, typical
+from rl.observability.machine import Bottleneck, compute_typical_step, find_bottleneck
 
 
 def step(**parts):
@@ -20,7 +20,7 @@ def step(**parts):
 
 
 def found(record, config=None):
-    result = bottleneck(record, config)
+    result = find_bottleneck(record, config)
     assert result is not None
     return result
 
@@ -33,7 +33,7 @@ OVERLAP = "--loop.max_off_policy_steps 1"
 
 def test_overlap_is_advised_when_generation_and_training_alternate():
     record = step(generate=4.5, score=0.5, train=4.0, publish=1.0) | {"limit/idle": 0.52}
-    assert bottleneck(record) == Bottleneck(
+    assert find_bottleneck(record) == Bottleneck(
         sentence=(
             "Generation (50% of a step) and training (50%) take turns, and devices are idle for "
             "52% of it: at the same time, a step would take as long as the longer of the two"
@@ -122,9 +122,9 @@ def test_typical_step_is_the_median_without_first_steps():
     usual = [
         step(train=second) | {"step": 3, "loss/mean": float("nan")} for second in (1.0, 2.0, 9.0)
     ]
-    record = typical([{"step": 0, "eval/correct": 0.5}, *slow_start, *usual])
+    record = compute_typical_step([{"step": 0, "eval/correct": 0.5}, *slow_start, *usual])
     assert (record["time/train_s"], record["time/step_s"]) == (2.0, 2.0)
     assert "loss/mean" not in record
-    assert typical(slow_start)["time/train_s"] == 100.0
-    assert typical([]) == {}
-    assert bottleneck({}) is None
+    assert compute_typical_step(slow_start)["time/train_s"] == 100.0
+    assert compute_typical_step([]) == {}
+    assert find_bottleneck({}) is None

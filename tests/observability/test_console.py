@@ -16,7 +16,7 @@ from rl.observability.console import (
     fit_columns,
     make_console,
     print_line,
-    progress,
+    show_progress,
 )
 from rl.observability.metrics import Mean, Record
 from rl.observability.spans import SpanRecorder
@@ -62,7 +62,7 @@ def test_step_is_one_line_aligned_under_its_header():
 
 def test_progress_is_one_line_per_interval():
     stream, now_s = io.StringIO(), 100.0
-    with progress(
+    with show_progress(
         "warm-up", total=1500, stream=stream, interval_s=10, clock=lambda: now_s
     ) as advance:
         for _ in range(150):

@@ -19,7 +19,7 @@ from rl.observability.machine import (
     LimitSink,
     MachineLimits,
     RunLimits,
-    machine_limits,
+    measure_limits,
 )
 from rl.observability.metrics import Max, Mean
 from rl.reporting.data import read_optional
@@ -63,7 +63,7 @@ def test_measured_rates_are_those_of_the_fastest_repetition_and_change_no_state(
     monkeypatch.setattr("rl.observability.machine.time", clock)
     use_threads(1)
     random_state = torch.get_rng_state()
-    limits = machine_limits(dtype="float32", num_bytes=3_000_000, device=CPU)
+    limits = measure_limits(dtype="float32", num_bytes=3_000_000, device=CPU)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert torch.get_num_threads() == 1
     assert limits.flops_per_s == 2 * max(MATRICES["cpu"]) ** 3 * 32

@@ -17,7 +17,7 @@ from rl.observability.metrics import (
     Sum,
     merge,
     read_metrics,
-    reduced,
+    reduce_metric,
 )
 
 
@@ -38,7 +38,7 @@ def test_reductions_of_many_values_are_bit_identical_to_merged_ones():
         values = [rng.choice([0.0, 0.1, 1.0, rng.gauss(0, 1e3)]) for _ in range(num)]
         assert Mean.of(values) == functools.reduce(Mean.merge, map(Mean, values))
         assert Std.of(values) == functools.reduce(Std.merge, map(Std, values))
-    assert reduced(Mean.of([])) is None
+    assert reduce_metric(Mean.of([])) is None
 
 
 def test_each_reduction_merges_correctly():

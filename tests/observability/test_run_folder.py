@@ -270,10 +270,10 @@ def test_killed_run_is_resumed_but_not_a_running_one(tmp_path):
         assert (
             again.path / "weights" / "v3"
         ).exists()  # resuming changes nothing before the run starts
-        again.reopen()
+        again.resume_writing()
         assert not (again.path / "weights").exists()
         (again.path / "weights" / "mine").mkdir(parents=True)
-        again.reopen()
+        again.resume_writing()
         assert (again.path / "weights" / "mine").exists()
         assert not (again.path / "metrics.jsonl.tmp").exists()
         assert again.metrics.read_text() == "{}\n"

@@ -167,7 +167,7 @@ def test_logger_that_hangs_at_every_record_delays_no_step(tmp_path):
         )
         opened.loggers = [QueuedLogger(FakeLogger(blocks=release))]
         async with opened as sinks:
-            with sinks.attempt():
+            with sinks.show_attempt():
                 started_s = time.monotonic()
                 for step in range(1, 10):
                     sinks.write({"step": step, "reward/mean": 0.5})
@@ -188,7 +188,7 @@ def test_closed_terminal_is_one_warning_and_stops_nothing(tmp_path, caplog):
         config, stream = SinksConfig(), ClosedTerminal()
         opened = open_sinks(config, folder=tmp_path, title="try-1", num_steps=9, stream=stream)
         async with opened as sinks:
-            with sinks.attempt():
+            with sinks.show_attempt():
                 for step in (1, 2, 3):
                     sinks.write({"step": step, "reward/mean": step / 2})
 

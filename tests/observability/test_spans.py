@@ -13,7 +13,7 @@ from rl.observability.spans import (
     STATE_BYTES,
     SpanRecorder,
     TimelineConfig,
-    error_context,
+    add_error_context,
     read_state,
     read_states,
     span,
@@ -212,8 +212,8 @@ def test_full_disk_loses_only_spans(tmp_path):
 def test_a_run_error_names_the_innermost_position():
     with (
         pytest.raises(RunError, match=r"^step 3: no good$"),
-        error_context("run"),
-        error_context("step 3"),
+        add_error_context("run"),
+        add_error_context("step 3"),
     ):
         raise RunError("no good")
 
@@ -221,8 +221,8 @@ def test_a_run_error_names_the_innermost_position():
 def test_other_errors_get_the_positions_as_notes():
     with (
         pytest.raises(KeyError, match="'x'") as raised,
-        error_context("run"),
-        error_context("step 3"),
+        add_error_context("run"),
+        add_error_context("step 3"),
     ):
         raise KeyError("x")
     assert raised.value.__notes__ == ["step 3", "run"]

@@ -6,7 +6,7 @@ import math
 import matplotlib.image
 import numpy as np
 
-from rl.observability.console import summary
+from rl.observability.console import describe_results
 from rl.observability.metrics import CORRECT, EVALUATION, REWARD, draw_learning_curve
 from rl.observability.run_folder import RunFolder
 
@@ -29,7 +29,7 @@ def test_summary_has_evaluations_and_results(tmp_path):
         for name in ("step-2", "step-3", "hf", "adapter"):
             (folder.checkpoints / name).mkdir()
         folder.learning_curve.touch()
-        assert summary(records, folder=folder, run_s=252.4) == (
+        assert describe_results(records, folder=folder, run_s=252.4) == (
             "finished: 3 steps in 0:04:12\n"
             "  evaluation      correct 0.375 -> 0.979 of 512 problems\n"
             f"  checkpoint      {tmp_path}/run/checkpoints/step-3\n"
@@ -43,7 +43,9 @@ def test_summary_has_evaluations_and_results(tmp_path):
 def test_bottleneck_comes_last(tmp_path):
     step = {"step": 1, "time/step_s": 10.0, "time/score_s": 9.0, "time/train_s": 1.0}
     with RunFolder.create(tmp_path, "run") as folder:
-        text = summary([step], folder=folder, run_s=1.0, config={"reward": {"num_procs": 1}})
+        text = describe_results(
+            [step], folder=folder, run_s=1.0, config={"reward": {"num_procs": 1}}
+        )
     assert text.splitlines()[2:] == [
         "  bottleneck      Scoring takes 90% of a step: reward functions are slow; more processes "
         "score in parallel",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.rollouts.advantage import Advantage, OverlongPunishment, kl_penalty
+from rl.rollouts.advantage import Advantage, OverlongPunishment, compute_kl_penalty
 
 
 def final(*rewards, num_tokens=2):
@@ -154,11 +154,11 @@ LOG2 = math.log(2)
     ],
 )
 def test_kl_penalty_by_hand(estimator, expected):
-    penalty = kl_penalty(LOGPROBS, REFERENCE, estimator)
+    penalty = compute_kl_penalty(LOGPROBS, REFERENCE, estimator)
     assert penalty.dtype == np.float64
     assert penalty.tolist() == pytest.approx(expected, abs=1e-7)
 
 
 def test_logprobs_that_are_not_finite_are_refused():
     with pytest.raises(ValueError, match="logprobs must be finite"):
-        kl_penalty(LOGPROBS, LOGPROBS * np.nan)
+        compute_kl_penalty(LOGPROBS, LOGPROBS * np.nan)

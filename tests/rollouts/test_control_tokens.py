@@ -28,7 +28,7 @@ from rl.rollouts.environment import Environments, SingleTurn
 from rl.rollouts.episode import Episodes
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.rollouts.replies import answer_part
-from rl.rollouts.samples import demonstrated_rollout
+from rl.rollouts.samples import play_demonstration
 from rl.tasks.task import find_answer
 from rl.types import Message, Observation, Problem, SamplingParams
 from tests.support.chat_templates import byte_tokenizer, merging_tokenizer
@@ -499,7 +499,7 @@ def test_thought_that_was_cut_off_is_no_answer_to_environments_and_rewards(tmp_p
     # A demonstration without thoughts ends the opened one first.
     told.clear()
     shown = asyncio.run(
-        demonstrated_rollout(problem, episodes.environments, renderer=episodes.renderer)
+        play_demonstration(problem, episodes.environments, renderer=episodes.renderer)
     )
     assert told == ["<think>\n\n</think>\n\n5"] * 2
     assert find_answer(shown.text, "whole") == "5"

@@ -13,7 +13,7 @@ import pytest
 
 from rl.rollouts.environment import Environments, SingleTurn
 from rl.rollouts.episode import EpisodeLimits, Episodes
-from rl.rollouts.samples import demonstrated_now
+from rl.rollouts.samples import make_demonstration_samples_now
 from rl.types import Message, Observation, Problem, Reply, Rollout, SamplingParams
 from rl.utils.errors import RunError
 from tests.support.conversations import Counting, Factory, ScriptedGenerator, TwinRenderer
@@ -237,14 +237,14 @@ FAILS = raises(KeyError("board"))
         ),
         (
             "step",
-            observed(messages=(Message(role="bot", content=""),)),
+            observed(messages=(Message(role="bot", content=""),)),  # type: ignore[arg-type]
             r"messages\[0\]=.*must be a Message",
-        ),  # type: ignore[arg-type]
+        ),
         (
             "step",
-            observed(messages=(Message(role="user", content=3),)),
+            observed(messages=(Message(role="user", content=3),)),  # type: ignore[arg-type]
             r"messages\[0\]=.*must be a Message",
-        ),  # type: ignore[arg-type]
+        ),
         ("step", observed(reward=None), r"reward=None: must be a finite number"),
         ("step", observed(reward="1.0"), r"reward='1.0': must be a finite number"),
         ("step", observed(reward=1e39), r"reward=1e\+39: must be within 1e\+15 of 0; divide it"),
@@ -267,7 +267,9 @@ FAILS = raises(KeyError("board"))
 def test_invalid_environment_is_refused_by_problem_turn_and_field(method, does, message):
     factory = Factory(Faulty, method=method, does=does)
     with pytest.raises(ValueError, match=message):
-        demonstrated_now([PROBLEM], Environments(make=factory), renderer=TwinRenderer())
+        make_demonstration_samples_now(
+            [PROBLEM], Environments(make=factory), renderer=TwinRenderer()
+        )
     assert factory.closed == [1] * (method != "init")
 
 
@@ -332,7 +334,7 @@ def test_blocking_environment_is_refused_before_a_run(blocks):
     says = r"longer than step_timeout_s=0\.05 in turn 1 of problem 'ask/one'"
     environments = Environments(make=Factory(blocks), step_timeout_s=0.05)
     with pytest.raises(ValueError, match=says):
-        demonstrated_now([PROBLEM], environments, renderer=TwinRenderer())
+        make_demonstration_samples_now([PROBLEM], environments, renderer=TwinRenderer())
 
 
 def test_client_made_by_the_first_trial_serves_all_later_ones_and_the_run():
@@ -340,7 +342,7 @@ def test_client_made_by_the_first_trial_serves_all_later_ones_and_the_run():
     problems = list(islice(task.warmup_problems(seed=0), 2))
     environments = Environments(make=task.environment)
     for _ in range(2):
-        assert len(demonstrated_now(problems, environments, renderer=RENDERER)) == 2
+        assert len(make_demonstration_samples_now(problems, environments, renderer=RENDERER)) == 2
     episodes = Episodes(
         generator=FakePolicy(reply=lambda prompt, sample: "[ANSWER] 1"),
         renderer=RENDERER,

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from rl.observability.metrics import reduced
+from rl.observability.metrics import reduce_metric
 from rl.rollouts.evaluation import SEED, Evaluation, Evaluator, pass_at
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 from rl.tasks.sum_digits import format_reward, is_correct, make_problem
@@ -38,7 +38,7 @@ def evaluator(rubric, *, policy=None, sets=None, settings=None, **episode):
 
 
 def numbers(result):
-    return {name: reduced(metric) for name, metric in result.metrics().items()}
+    return {name: reduce_metric(metric) for name, metric in result.compute_metrics().items()}
 
 
 def evaluated(rubric, **settings):

@@ -9,7 +9,7 @@ from rl.protocols import Environment
 from rl.rollouts.advantage import OverlongPunishment
 from rl.rollouts.environment import Environments, SingleTurn
 from rl.rollouts.episode import Episodes
-from rl.rollouts.group import Group, RolloutWorker, ScoredRollout, token_rewards
+from rl.rollouts.group import Group, RolloutWorker, ScoredRollout, compute_token_rewards
 from rl.rollouts.producer import find_reason_to_drop
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.types import Problem, SamplingParams, Score
@@ -82,7 +82,12 @@ def test_overlong_punishment_does_not_make_rewards_unequal():
     assert [score.reward for score in group.scores] == [1, 1, 1, 1]
     assert find_reason_to_drop(group, drop_equal=True, max_sample_tokens=None) == "equal"
     # The punishment counts if such groups are trained on.
-    assert [token_rewards(member, by_turn=False).sum() for member in group.scored] == [1, 1, 1, 0.5]
+    assert [compute_token_rewards(member, by_turn=False).sum() for member in group.scored] == [
+        1,
+        1,
+        1,
+        0.5,
+    ]
     unequal = group_of("y", "n")
     assert find_reason_to_drop(unequal, drop_equal=True, max_sample_tokens=None) is None
 
@@ -122,4 +127,4 @@ def member(reward, *, rewards=()):
     ],
 )
 def test_rewards_stand_at_the_last_token_or_at_the_end_of_each_turn(rewards, by_turn, expected):
-    assert token_rewards(member(1.5, rewards=rewards), by_turn=by_turn).tolist() == expected
+    assert compute_token_rewards(member(1.5, rewards=rewards), by_turn=by_turn).tolist() == expected

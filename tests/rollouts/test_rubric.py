@@ -411,9 +411,9 @@ RANKED = GroupCriterion(name="ranked", function=rank)
             r"weight=1e\+39 is not a finite number",
         ),
         (
-            lambda: Criterion(name="a", function=number, weight="1"),
+            lambda: Criterion(name="a", function=number, weight="1"),  # type: ignore[arg-type]
             "weight='1' is not a finite number",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: Criterion(name="", function=number), "name='': must not be empty"),
         (lambda: Criterion(name="one", function=None), "function=None is not callable"),  # type: ignore[arg-type]
         (lambda: Criterion(name="j", function=NoPlaces()), "max_concurrency=0 is not a number"),

@@ -10,8 +10,8 @@ from rl.rollouts.environment import Environments
 from rl.rollouts.samples import (
     TokenSpan,
     UnfitDemonstrationError,
-    demonstrated,
-    demonstration_sample,
+    make_demonstration_sample,
+    make_sample_of_demonstration,
     make_supervised_sample,
     policy_sample,
     policy_samples,
@@ -75,7 +75,7 @@ def test_supervised_sample_trains_on_replies_but_not_on_the_first_token():
     made = make_supervised_sample(spans)
     assert made.token_ids.tolist() == [4, 5, 6, 7, 8]
     assert made.mask.tolist() == [False, True, False, True, True]
-    one = demonstration_sample(np.array([4, 5]), np.array([6]))
+    one = make_demonstration_sample(np.array([4, 5]), np.array([6]))
     assert (one.token_ids.tolist(), one.mask.tolist()) == ([4, 5, 6], [False, False, True])
 
 
@@ -86,7 +86,9 @@ PROBLEM = Problem(
 
 
 def demonstrate(problem: Problem, factory: Factory) -> TrainingSample:
-    return asyncio.run(demonstrated(problem, Environments(make=factory), renderer=RENDERER))
+    return asyncio.run(
+        make_sample_of_demonstration(problem, Environments(make=factory), renderer=RENDERER)
+    )
 
 
 def test_demonstration_is_an_episode_whose_replies_are_trained_on():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl.rollouts.group import Group
-from rl.rollouts.staleness import StalenessBound, StalePolicyError, off_policy_steps
+from rl.rollouts.staleness import StalenessBound, StalePolicyError, count_off_policy_steps
 from rl.types import Score
 from tests.support.fakes import completion_of, prompt_of, rollout_of
 from tests.support.loops import PROBLEM
@@ -114,7 +114,9 @@ def test_off_policy_steps_count_from_the_step_after_which_a_version_was_publishe
 
     def steps(**published):
         by_version = {int(name[1:]): step for name, step in published.items()}
-        return off_policy_steps([group], step=5, step_of_version=by_version, max_off_policy_steps=2)
+        return count_off_policy_steps(
+            [group], step=5, step_of_version=by_version, max_off_policy_steps=2
+        )
 
     assert steps(v4=2, v6=4).tolist() == [2, 2, 0, 0, 0]
     assert steps(v4=3, v5=0, v6=3).dtype == np.int64

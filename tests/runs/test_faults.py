@@ -12,7 +12,7 @@ import pytest
 
 from rl.models.hf import HFFolder
 from rl.observability.run_folder import read_status
-from rl.training.checkpoint_files import check_files, saved_steps
+from rl.training.checkpoint_files import check_files, list_steps
 from rl.training.failures import read_batch
 from tests.support.leaks import Watch, drop_files_of_others, list_shared_memory
 from tests.support.runs import kill_role, run_to_the_end
@@ -50,7 +50,7 @@ def test_nan_loss_stops_the_run_with_its_step_and_batch_and_leaves_nothing_behin
     assert read_status(run.folder) == "running"  # not marked as finished
     assert run.output.splitlines()[-2] == f"continue with --resume {run.folder}"
     # The checkpoint in progress was completed.
-    assert list(saved_steps(run.folder / "checkpoints")) == [1]
+    assert list(list_steps(run.folder / "checkpoints")) == [1]
     check_files(run.folder / "checkpoints" / "step-1", tensors=True)
 
 
@@ -73,7 +73,7 @@ def test_killed_trainer_that_is_not_replaced_stops_the_run_with_its_role_rank_an
     )
     assert "Traceback" not in run.output
     # Only the trainer could have saved the last whole step.
-    assert not saved_steps(run.folder / "checkpoints")
+    assert not list_steps(run.folder / "checkpoints")
     assert f"continue with --resume {run.folder}" not in run.output
     log = (run.folder / "logs" / "controller-0.log").read_text()
     assert re.search(error, log)

@@ -17,7 +17,7 @@ from rl.models.qwen3 import model_registry
 from rl.observability.run_folder import RunFolder, read_status
 from rl.training.engine import TrainingEngine
 from rl.types import LoopPosition
-from rl.utils.files import locked_folder
+from rl.utils.files import hold_folder_lock
 from tests.support.fake_hub import fake_hub
 from tests.support.gguf_files import random_tensors, write_gguf
 
@@ -278,7 +278,7 @@ def test_checkpoint_folder_in_use_by_another_run_is_refused_before_anything_is_r
         folder.mark_finished()
     options = ["--dump_folder", str(tmp_path), "--name", "good", "--overwrite", "True"]
     options += ["--trainer.checkpoint.folder", str(shared)]
-    with locked_folder(shared, as_what="x", otherwise="x"):
+    with hold_folder_lock(shared, as_what="x", otherwise="x"):
         assert status_of(*options) == 2
     told = capsys.readouterr().err
     assert f"{shared} is in use by process" in told

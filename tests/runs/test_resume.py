@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from rl.observability.recorder import read_rollouts
-from rl.training.checkpoint_files import read_state, saved_steps
+from rl.training.checkpoint_files import list_steps, read_state
 from tests.support.runs import SHORT, run_to_the_end, signal_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -23,7 +23,7 @@ def test_resumed_off_policy_run_goes_on_undamaged_and_trains_on_each_problem_onc
     assert stopped.status == 143, stopped.output
     assert re.search(r"saving step \d+, then ending; again to end at once", stopped.output)
     assert f"continue with --resume {stopped.folder}\n" in stopped.output
-    steps = saved_steps(stopped.folder / "checkpoints")
+    steps = list_steps(stopped.folder / "checkpoints")
     last = int(stopped.steps[-1]["step"])
     assert max(steps) == last >= 4
     assert len(steps) >= 2

@@ -12,7 +12,7 @@ import pytest
 from examples.controller_loop import train
 from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import read_status
-from rl.training.checkpoint_files import read_state, saved_steps
+from rl.training.checkpoint_files import list_steps, read_state
 from rl.types import LoopPosition
 from tests.support.faulty_configs import chaos
 from tests.support.runs import run_to_the_end
@@ -67,7 +67,7 @@ def test_each_loss_is_recovered_with_the_same_numbers(runs):
 def test_continued_run_takes_the_steps_of_an_uninterrupted_one(runs, tmp_path):
     """The continued run pushes its weights another way, which must not matter."""
     whole = runs.folder / "undisturbed" / "checkpoints"
-    assert list(saved_steps(whole)) == [1, 2, 3, 4]
+    assert list(list_steps(whole)) == [1, 2, 3, 4]
     assert read_state(whole / "step-2").position == LoopPosition(
         step=2, num_problems=16, evaluated=True, num_records=4
     )
@@ -92,7 +92,7 @@ def test_continued_run_takes_the_steps_of_an_uninterrupted_one(runs, tmp_path):
     assert list((rest.folder / "weights").rglob("v*")) == []
     assert not (rest.folder / "checkpoints").exists()
     assert f"{tmp_path}/elsewhere/step-4" in rest.output
-    assert list(saved_steps(tmp_path / "elsewhere")) == [3, 4]
+    assert list(list_steps(tmp_path / "elsewhere")) == [3, 4]
     assert read_state(tmp_path / "elsewhere" / "step-4").model_only
 
 

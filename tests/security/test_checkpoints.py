@@ -22,7 +22,7 @@ from actors.preflight.checks import check_source
 from configs.sum_digits import tiny
 from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
-from rl.starting_point import random_model
+from rl.starting_point import describe_random_model
 from rl.training.checkpoint_config import CheckpointConfig, find_load_source
 from rl.training.checkpoint_files import (
     METADATA,
@@ -34,7 +34,7 @@ from rl.training.checkpoint_files import (
     write_description,
 )
 from rl.training.checkpoint_metadata import read_saved_tensors
-from rl.training.checkpoint_tensors import exclusions_of_own
+from rl.training.checkpoint_tensors import select_own_exclusions
 from rl.utils.processes import seed_everything
 from tests.training.parts import make_engine, step, weights, write_assets
 
@@ -113,7 +113,7 @@ def test_controller_refuses_a_pickle_before_a_run_starts(received, tmp_path):
     config = tiny()
     config.trainer.checkpoint = CheckpointConfig(initial_load_path=str(received))
     source = find_load_source(config.trainer.checkpoint)
-    start = random_model(tmp_path, spec=model_registry("tiny"), seed=0)
+    start = describe_random_model(tmp_path, spec=model_registry("tiny"), seed=0)
     with pytest.raises(ValueError, match=r"\.metadata names 'posix\.mkdir'"):
         check_source(source, start=start, config=config, num_gpus=0)
     assert not (tmp_path / "mark").exists()
@@ -233,9 +233,9 @@ def test_tensors_lie_in_files_of_the_checkpoint_as_they_are(tmp_path, trained, c
 
 def test_own_checkpoint_may_be_continued_without_its_random_states():
     patterns = ("random", "optimizer", "tokenizer")
-    assert exclusions_of_own(patterns, model_only=False) == ("tokenizer", "random")
-    assert exclusions_of_own(patterns, model_only=True) == ("tokenizer",)
-    assert exclusions_of_own(("model",), model_only=False) == ()
+    assert select_own_exclusions(patterns, model_only=False) == ("tokenizer", "random")
+    assert select_own_exclusions(patterns, model_only=True) == ("tokenizer",)
+    assert select_own_exclusions(("model",), model_only=False) == ()
 
 
 @pytest.mark.parametrize(

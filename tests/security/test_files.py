@@ -21,7 +21,7 @@ from rl.models.hf import HFFolder, read_parameters, write_hf_folder, write_rando
 from rl.models.peft import read_peft_folder, write_peft_folder
 from rl.models.spec import FAMILIES
 from rl.models.tokenizer import open_tokenizer
-from rl.starting_point import given_folder
+from rl.starting_point import open_model_folder
 from tests.support.fp8_folders import quantize_folder
 from tests.support.policies import random_model, small_spec
 
@@ -54,7 +54,7 @@ def read_all(folder):
 
 
 def open_model(folder):
-    given_folder(folder, spec=None)
+    open_model_folder(folder, spec=None)
     open_tokenizer(folder)
 
 
@@ -158,7 +158,7 @@ def test_sizes_that_no_model_has_are_refused_before_anything_is_built(folder, fi
     with pytest.raises(
         ValueError, match=rf"{folder}: config.json: {field}={value}: must be an integer from 1 to "
     ):
-        given_folder(folder, spec=None)
+        open_model_folder(folder, spec=None)
     assert time.monotonic() - started < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6  # kilobytes
 
@@ -195,7 +195,7 @@ def test_odd_values_of_settings_are_refused_by_the_error_for_users(tmp_path, fam
         for odd in ODD:
             (folder / "config.json").write_text(json.dumps(good | {field: odd}))
             try:
-                given_folder(folder, spec=None)
+                open_model_folder(folder, spec=None)
             except ValueError:  # any other error fails the test
                 refused += 1
     assert refused > 100
@@ -210,7 +210,7 @@ def test_scaling_of_positions_cannot_divide_by_zero(folder):
     }
     edit(folder / "config.json", rope_parameters=rope, rope_scaling=None)
     with pytest.raises(ValueError, match=r"rope_theta=1\.0: must be above 1"):
-        given_folder(folder, spec=None)
+        open_model_folder(folder, spec=None)
 
 
 # Weights

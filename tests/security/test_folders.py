@@ -15,18 +15,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl.models.assets import resolve_assets
-from rl.models.decoder import persistent_buffers
+from rl.models.decoder import find_persistent_buffers
 from rl.models.folder_check import check_model_folder
 from rl.models.hf import HFFolder, write_hf_folder, write_random_model
 from rl.models.peft import read_peft_folder, write_peft_folder
 from rl.models.tokenizer import (
     TokenizerFingerprint,
+    compute_fingerprint,
+    list_tokenizer_files,
     load_tokenizer,
     open_tokenizer,
-    tokenizer_files,
-    tokenizer_fingerprint,
 )
-from rl.starting_point import given_folder
+from rl.starting_point import open_model_folder
 from tests.support.gguf_files import random_tensors, write_gguf
 from tests.support.policies import random_model, small_spec
 
@@ -49,7 +49,7 @@ def folder(written, tmp_path):
 def refusal(path):
     """Return the error of a folder that is opened as a run's."""
     with pytest.raises(ValueError, match=str(path)) as refused:
-        given_folder(resolve_assets(path, cache=path.parent / "cache"), spec=None)
+        open_model_folder(resolve_assets(path, cache=path.parent / "cache"), spec=None)
     message = str(refused.value)
     assert "\n" not in message
     assert len(message) < 700
@@ -190,7 +190,7 @@ def test_other_files_beside_a_model_do_no_harm(folder, names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
     (folder / "train_log.txt").symlink_to("/nowhere/log")  # nothing reads it
-    assert given_folder(resolve_assets(f"{folder}/", cache=folder / "cache"), spec=None)
+    assert open_model_folder(resolve_assets(f"{folder}/", cache=folder / "cache"), spec=None)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_whole_file_beside_the_index_of_others_is_refused_naming_both(folder):
     (folder / INDEX).write_text(
         json.dumps({"weight_map": dict.fromkeys(load_file(folder / WEIGHTS), WEIGHTS)})
     )
-    assert given_folder(folder, spec=None)  # an index of the whole file says the same
+    assert open_model_folder(folder, spec=None)  # an index of the whole file says the same
 
 
 def test_tensor_in_two_shards_is_refused_naming_both(folder):
@@ -317,7 +317,7 @@ def test_link_that_leaves_the_folder_is_refused(folder, tmp_path, name):
     file.symlink_to(outside if name == "additional_chat_templates" else outside / "secret.jinja")
     assert f"{file} is a link that leaves its folder, to {outside}" in refusal(folder)
     spec = small_spec(vocab_size=320)
-    for read in (load_tokenizer, tokenizer_fingerprint, tokenizer_files):
+    for read in (load_tokenizer, compute_fingerprint, list_tokenizer_files):
         with pytest.raises(ValueError, match="is a link that leaves its folder"):
             read(folder)
     with pytest.raises(ValueError, match="is a link that leaves its folder"):
@@ -338,7 +338,7 @@ def test_weights_may_lie_elsewhere_and_nothing_but_tensors_is_read_from_there(fo
     for file in folder.glob("model-*"):
         shutil.move(file, tmp_path / "scratch")
         file.symlink_to(tmp_path / "scratch" / file.name)
-    assert given_folder(folder, spec=None)
+    assert open_model_folder(folder, spec=None)
     (tmp_path / "scratch" / "model-00001-of-00002.safetensors").write_text("secret")
     message = refusal(folder)
     assert "model-00001-of-00002.safetensors is truncated or not a safetensors file" in message
@@ -362,7 +362,7 @@ def test_links_of_the_hubs_cache_and_within_a_folder_are_followed(folder, tmp_pa
     link = tmp_path / "my-model"
     link.symlink_to(snapshot)
     for given in (snapshot, link):
-        assert given_folder(given, spec=None)
+        assert open_model_folder(given, spec=None)
         assert open_tokenizer(given)
     # A folder that only looks like the cache gets no further.
     (blobs / "0").unlink()
@@ -374,7 +374,7 @@ def test_link_within_the_folder_is_followed_and_a_broken_one_named(folder):
     (folder / "data").mkdir()
     shutil.move(folder / WEIGHTS, folder / "data" / "w")
     (folder / WEIGHTS).symlink_to("data/w")
-    assert given_folder(folder, spec=None)
+    assert open_model_folder(folder, spec=None)
     (folder / "data" / "w").unlink()
     assert (
         f"{folder / WEIGHTS} is a link to {folder / 'data' / 'w'}, which does not exist"
@@ -484,7 +484,7 @@ def test_tokenizer_of_sentencepiece_alone_is_converted(folder, sentencepiece_mod
 
     original = SentencePieceProcessor(model_proto=sentencepiece_model)
     sentencepiece_folder(folder, sentencepiece_model, "LlamaTokenizer")
-    assert given_folder(folder, spec=None)
+    assert open_model_folder(folder, spec=None)
     tokenizer, stop_ids = open_tokenizer(folder, vocab_size=320)
     assert stop_ids == (2,)
     for text in ("Hello world", "what is 17 + 119?", "\n\n1 x", "two  spaces "):
@@ -513,7 +513,7 @@ def test_every_file_of_the_tokenizer_is_exported_and_counts(folder, tmp_path):
         "chat_template.json": "{}",
         "additional_chat_templates/tool_use.jinja": "{{ 1 }}",
     }
-    before = tokenizer_fingerprint(folder)
+    before = compute_fingerprint(folder)
     for name, text in more.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -524,11 +524,11 @@ def test_every_file_of_the_tokenizer_is_exported_and_counts(folder, tmp_path):
     )
     for name in (*more, "tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (out / name).read_bytes() == (folder / name).read_bytes()
-    after = tokenizer_fingerprint(out)
-    assert before.differences(after, tokens_alone=False) == [*more]
-    assert before.differences(after, tokens_alone=True) == []  # tokenizer.json is what is read
+    after = compute_fingerprint(out)
+    assert before.find_differences(after, tokens_alone=False) == [*more]
+    assert before.find_differences(after, tokens_alone=True) == []  # tokenizer.json is what is read
     old = TokenizerFingerprint(folder="", parts=before.parts, complete=False)
-    assert old.differences(after, tokens_alone=False) == []  # it did not look for them
+    assert old.find_differences(after, tokens_alone=False) == []  # it did not look for them
     config = json.loads((out / "config.json").read_text())
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
 
@@ -537,7 +537,8 @@ def test_buffers_keep_their_dtype_in_an_export(tmp_path):
     spec = small_spec(experts=True, family="qwen3_moe", vocab_size=320)
     model = random_model(spec, seed=0)
     buffers = {
-        name: torch.full_like(buffer, 1.001) for name, buffer in persistent_buffers(model).items()
+        name: torch.full_like(buffer, 1.001)
+        for name, buffer in find_persistent_buffers(model).items()
     }
     assert buffers
     params = [*model.named_parameters(), *buffers.items()]

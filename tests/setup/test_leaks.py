@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.launch.cleanup import SHARED_MEMORY, mapped_shared_memory
+from actors.launch.cleanup import SHARED_MEMORY, find_shared_memory
 from tests.support import leaks
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def test_new_shared_memory_file_is_a_leak_unless_another_program_holds_it():
         with pytest.raises(leaks.LeakError, match=str(file)):
             leaks.check_nothing_left(mark="no-such-mark", shared_memory_before=before, grace_s=0.0)
         with subprocess.Popen(command, stdin=subprocess.PIPE) as holder:
-            while not mapped_shared_memory([holder.pid]):
+            while not find_shared_memory([holder.pid]):
                 assert holder.poll() is None
             assert leaks.drop_files_of_others([file.name], own=[]) == set()
             assert leaks.drop_files_of_others([file.name], own=[holder.pid]) == {file.name}

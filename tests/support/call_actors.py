@@ -8,7 +8,7 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
-from rl.observability.spans import error_context
+from rl.observability.spans import add_error_context
 from rl.utils.errors import RunError
 
 
@@ -26,7 +26,7 @@ class Answerer(Actor):
     @endpoint
     async def raise_on_rank_1(self, run_error: bool) -> None:
         if current_rank().rank == 1:
-            with error_context("here"):
+            with add_error_context("here"):
                 raise RunError("no good") if run_error else KeyError("missing")
 
     @concurrent_endpoint

@@ -9,7 +9,7 @@ from typing import Any
 
 import trl
 
-from rl.models.tokenizer import build_byte_tokenizer, byte_characters, load_tokenizer
+from rl.models.tokenizer import build_byte_tokenizer, list_byte_characters, load_tokenizer
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 ENDS = {
@@ -64,7 +64,7 @@ def merging_tokenizer(folder: Path, name: str) -> Any:
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer, learner.decoder = backend.pre_tokenizer, backend.decoder
     trainer = trainers.BpeTrainer(
-        vocab_size=256 + NUM_MERGES, initial_alphabet=byte_characters(), show_progress=False
+        vocab_size=256 + NUM_MERGES, initial_alphabet=list_byte_characters(), show_progress=False
     )
     learner.train_from_iterator([TEXT] * 2, trainer)
     for token_id in sorted(special):

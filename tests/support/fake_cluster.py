@@ -20,7 +20,7 @@ from rl.observability.run_folder import RunFolder
 from rl.rollouts.environment import Environments
 from rl.rollouts.rubric import Rubric
 from rl.starting_point import StartingPoint
-from rl.tasks.fingerprint import fingerprint_problems
+from rl.tasks.fingerprint import make_fingerprint
 from rl.training.checkpoint_files import read_state
 from rl.types import SamplingParams
 from rl.utils.errors import RunError
@@ -133,7 +133,7 @@ def fake_run(
         environments=Environments(make=task.environment, step_timeout_s=20.0),
         renderer=RENDERER,
         parity=None,
-        problems=fingerprint_problems(task, seed=config.seed),
+        problems=make_fingerprint(task, seed=config.seed),
     )
     cluster = make_cluster(trainers, rubric=rubric, config=config.recovery)
     return Run(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from losses.types import Loss
-from rl.observability.metrics import Record, reduced
+from rl.observability.metrics import Record, reduce_metric
 from rl.protocols import TokenGenerator
 from rl.rollouts.environment import Environments, SingleTurn
 from rl.rollouts.episode import Episodes
@@ -27,10 +27,10 @@ from rl.types import (
     OptimStepResult,
     Problem,
     Prompt,
+    PullResult,
     Rollout,
     SamplingParams,
     Score,
-    ServeResult,
     TrainingSample,
     Turn,
 )
@@ -249,12 +249,12 @@ class FakePolicy:
         self.num_pushing -= 1
         return version
 
-    async def serve(self, policy_version: int) -> ServeResult:
+    async def serve(self, policy_version: int) -> PullResult:
         self._fail("serve", policy_version)
         await asyncio.sleep(self.serve_s)
         self.calls.append("serve")
         self.served_version = policy_version
-        return ServeResult()
+        return PullResult()
 
 
 @dataclass(kw_only=True)
@@ -309,7 +309,7 @@ class ListSink:
         """Do nothing: records are kept in memory."""
 
     def write(self, record: Record) -> None:
-        self.records.append({name: reduced(metric) for name, metric in record.items()})
+        self.records.append({name: reduce_metric(metric) for name, metric in record.items()})
 
 
 def completion_of(

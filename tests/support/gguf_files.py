@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.models.tokenizer import byte_characters
+from rl.models.tokenizer import list_byte_characters
 
 SETTINGS: dict[str, Any] = {
     "embedding_length": 64, "block_count": 2, "feed_forward_length": 96, "attention.head_count": 4,
@@ -92,7 +92,9 @@ def write_gguf(
         writer.add_value_length(16)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(splits)
-    writer.add_token_list([*byte_characters(), "Ġa", "<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    writer.add_token_list(
+        [*list_byte_characters(), "Ġa", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    )
     writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL] * 3)
     writer.add_token_merges(["Ġ a"])
     writer.add_bos_token_id(257)

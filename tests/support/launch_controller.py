@@ -30,7 +30,7 @@ from actors.cluster.group import ActorGroup
 from actors.config import LaunchConfig, SlurmConfig, Timeouts
 from actors.launch import launcher as launch
 from actors.launch.calls import ActorCallError
-from actors.launch.cleanup import free_port, with_descendants
+from actors.launch.cleanup import free_port, list_with_descendants
 from actors.launch.placement import Placement
 from rl.loop.stop_request import StopRequest
 from rl.utils import processes
@@ -143,7 +143,7 @@ async def on_hosts(how: str, hosts: str, launcher: launch.Launcher) -> None:
     held = [answer for holder in holders for _, answer in (await holder.hold.call()).items()]
     this = processes.identify(os.getpid())
     assert this is not None
-    below = [process.pid for process in with_descendants([this]) if process != this]
+    below = [process.pid for process in list_with_descendants([this]) if process != this]
     run = {"pids": below, "files": [file for _, file in held], "environments": environments}
     run["actors"] = [pid for pids, _ in held for pid in pids]
     print(json.dumps(run), flush=True)

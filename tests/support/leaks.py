@@ -28,9 +28,9 @@ from filelock import FileLock, Timeout
 from actors.launch.cleanup import (
     GUARD_NAME,
     SHARED_MEMORY,
-    carrying_environment,
-    mapped_shared_memory,
-    with_descendants,
+    find_by_environment,
+    find_shared_memory,
+    list_with_descendants,
 )
 from rl.utils.processes import ProcessId, identify, kill
 
@@ -71,7 +71,7 @@ def find_session_processes(mark: str) -> dict[ProcessId, str]:
     """Return the command lines of all living processes of this session except this one."""
     this = identify(os.getpid())
     assert this is not None
-    found = commands({*with_descendants([this]), *carrying_environment(SESSION_MARK, mark)})
+    found = commands({*list_with_descendants([this]), *find_by_environment(SESSION_MARK, mark)})
     return {p: text for p, text in found.items() if not any(helper in text for helper in HELPERS)}
 
 
@@ -83,7 +83,7 @@ def drop_files_of_others(names: Iterable[str], *, own: Iterable[int]) -> set[str
     """Return the names without files that a process outside of `own` has mapped."""
     left = set(names)
     return (
-        left - {path.name for path in mapped_shared_memory(set(psutil.pids()) - set(own))}
+        left - {path.name for path in find_shared_memory(set(psutil.pids()) - set(own))}
         if left
         else left
     )
@@ -180,7 +180,7 @@ class Watch:
         return left
 
     def processes(self) -> list[ProcessId]:
-        return carrying_environment(WATCH_MARK, self.mark)
+        return find_by_environment(WATCH_MARK, self.mark)
 
     def end(self) -> None:
         """Kill the remaining children of the process."""

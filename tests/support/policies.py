@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.distributed.sharding import local_shard_of, local_tensor
+from rl.distributed.sharding import local_tensor, slice_local_shard
 from rl.models.attention import SequenceLayout
-from rl.models.decoder import Decoder, FeedForward, linear_head, persistent_buffers
-from rl.models.hf import hf_buffers, write_hf_folder
+from rl.models.decoder import Decoder, FeedForward, find_persistent_buffers, linear_head
+from rl.models.hf import find_hf_buffers, write_hf_folder
 from rl.models.moe import MoE
-from rl.models.sampling import processed_logprobs
+from rl.models.sampling import process_logits
 from rl.models.spec import ModelSpec, model_spec
 from rl.types import Completion, SamplingParams
 
@@ -70,7 +70,7 @@ def random_model(spec: ModelSpec, *, seed: int, biased_router: bool = True) -> D
             noise = torch.randn(parameter.shape, generator=generator)
             mean = 0.0 if spec.model.norm_offset else 1.0
             parameter.copy_(mean + 0.3 * noise if name.endswith("norm.weight") else 0.2 * noise)
-        for name, buffer in persistent_buffers(model).items():
+        for name, buffer in find_persistent_buffers(model).items():
             if name.endswith("load_balance_bias") and biased_router:
                 buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))
     return model
@@ -85,7 +85,7 @@ def config_folder(path: Path, spec: ModelSpec) -> str:
 
 def model_folder(path: Path, spec: ModelSpec, model: Decoder) -> str:
     adapter = spec.adapter(spec.model)
-    tensors = chain(model.named_parameters(), hf_buffers(model, adapter).items())
+    tensors = chain(model.named_parameters(), find_hf_buffers(model, adapter).items())
     write_hf_folder(path, tensors, adapter, dtype=torch.float32)
     return str(path)
 
@@ -98,7 +98,7 @@ def writer(model: Decoder) -> Callable[[dict[str, Tensor]], Awaitable[None]]:
         source = model.state_dict()
         assert state_dict.keys() == source.keys()
         for name, target in state_dict.items():
-            local_tensor(target).copy_(local_shard_of(source[name], target))
+            local_tensor(target).copy_(slice_local_shard(source[name], target))
 
     return write
 
@@ -121,7 +121,7 @@ def recomputed_logprobs(
 ) -> np.ndarray:
     """Return the completion's logprobs [C] under its sampling distribution."""
     logits = full_logits(model, np.concatenate([prompt, completion.token_ids[:-1]]))
-    logprobs = processed_logprobs(logits[len(prompt) - 1 :], sampling)
+    logprobs = process_logits(logits[len(prompt) - 1 :], sampling)
     ids = torch.from_numpy(completion.token_ids.astype(np.int64))
     return logprobs.gather(1, ids.unsqueeze(1)).squeeze(1).numpy()
 

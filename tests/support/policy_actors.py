@@ -9,7 +9,7 @@ from monarch.actor import Actor, endpoint
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.process_group import World
-from rl.models.decoder import persistent_buffers
+from rl.models.decoder import find_persistent_buffers
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.training.engine import TrainingEngine
@@ -29,7 +29,7 @@ class PolicyPusher(Actor):
     @endpoint
     async def push(self, version: int, seed: int) -> Shard:
         model = random_model(self._spec, seed=seed)
-        buffers = persistent_buffers(model)
+        buffers = find_persistent_buffers(model)
         weights = dict(model.named_parameters()) | buffers
         return await self._store.push(
             version=version, state_dict=weights, buffer_names=buffers.keys()

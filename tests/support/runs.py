@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.launch.cleanup import carrying_environment, with_descendants
+from actors.launch.cleanup import find_by_environment, list_with_descendants
 from rl.observability.metrics import read_metrics
 from rl.utils.processes import ProcessId, identify, kill
 
@@ -103,9 +103,9 @@ def role_processes(controller_pid: int, role: str) -> list[ProcessId]:
     """Return the actor processes of a role and their children."""
     controller = identify(controller_pid)
     assert controller is not None
-    descendants = set(with_descendants([controller]))
+    descendants = set(list_with_descendants([controller]))
     return [
-        process for process in carrying_environment("RELAY_ROLE", role) if process in descendants
+        process for process in find_by_environment("RELAY_ROLE", role) if process in descendants
     ]
 
 

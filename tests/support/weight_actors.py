@@ -18,7 +18,7 @@ from rl.distributed.pipeline import Pipeline
 from rl.distributed.sharding import ShardingOptions
 from rl.distributed.stages import plan_stages
 from rl.models import qwen3, qwen3_moe
-from rl.models.decoder import module_names, part_of, persistent_buffers
+from rl.models.decoder import find_persistent_buffers, list_module_names, take_part
 from rl.models.parallelize import parallelize_decoder, parallelize_decoder_generator
 from rl.types import BoxSum
 from rl.weights.store import Shard, Snapshot, WeightStore
@@ -85,7 +85,7 @@ def _build_qwen3(
     spec.model.num_layers = 2
     model = spec.model.build()
     _randomize(model, seed=seed)
-    for bias in persistent_buffers(model).values():
+    for bias in find_persistent_buffers(model).values():
         bias.normal_(generator=torch.Generator().manual_seed(seed))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -98,16 +98,16 @@ def _build_qwen3(
         parallelize_decoder(model, mesh=mesh, config=options)
     elif layout == "pp_fsdp":
         config = ParallelismConfig(pipeline_parallel_degree=2, data_parallel_shard_degree=2)
-        mesh = build_mesh(config.degrees(4), device_type="cpu")
+        mesh = build_mesh(config.resolve_degrees(4), device_type="cpu")
         assert mesh is not None
-        plan = plan_stages(config, module_names(spec.model))
+        plan = plan_stages(config, list_module_names(spec.model))
         pipeline = Pipeline(config, plan, axis=mesh["pp"], device=torch.device("cpu"))
         parallelize_decoder(model, mesh=mesh, config=ShardingOptions(), pipeline=pipeline)
-        model = part_of(model, plan.modules_of(pipeline.rank))
+        model = take_part(model, plan.list_modules(pipeline.rank))
     elif layout == "tp":
         parallelize_decoder_generator(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return parameters | persistent_buffers(model)
+    return parameters | find_persistent_buffers(model)
 
 
 @torch.no_grad()

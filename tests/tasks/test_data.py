@@ -114,7 +114,7 @@ def test_continued_run_asks_only_for_the_problems_it_needs():
     # An outstanding problem stays outstanding until it is given again.
     once_more = NumberedProblems(shuffled(num_problems=1000), position)
     assert next(once_more)[0] == 12
-    assert once_more.position(4, outstanding=()) == LoopPosition(
+    assert once_more.make_position(4, outstanding=()) == LoopPosition(
         step=4, num_problems=800, outstanding=(790,)
     )
 

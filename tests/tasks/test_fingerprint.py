@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rl.tasks.dataset import Columns, DatasetTask
-from rl.tasks.fingerprint import describe_changes, fingerprint_problems, hash_problem
+from rl.tasks.fingerprint import describe_changes, hash_problem, make_fingerprint
 from rl.tasks.sum_digits import SumDigits
 from rl.types import Problem
 
@@ -51,12 +51,12 @@ def changed(rows, place, **values):
     ],
 )
 def test_change_of_rows_is_named_by_number_and_place(build, rows, changes):
-    saved = fingerprint_problems(build(ROWS), seed=0)
+    saved = make_fingerprint(build(ROWS), seed=0)
     assert describe_changes(saved, build(rows), seed=0) == (changes, [])
 
 
 def test_change_of_order_is_a_change(build):
-    saved = fingerprint_problems(build(ROWS), seed=0)
+    saved = make_fingerprint(build(ROWS), seed=0)
     changes, _ = describe_changes(saved, build(ROWS), seed=1)
     assert changes == [
         "they were shuffled by seed 'train 0', and are shuffled by seed 'train 1' now"
@@ -64,19 +64,19 @@ def test_change_of_order_is_a_change(build):
     changes, _ = describe_changes(saved, build(ROWS, shuffle=False), seed=0)
     assert changes == ["they were shuffled by seed 'train 0', and are in the order of the rows now"]
     assert describe_changes(
-        fingerprint_problems(build(ROWS, shuffle=False), seed=0), build(ROWS), seed=0
+        make_fingerprint(build(ROWS, shuffle=False), seed=0), build(ROWS), seed=0
     )[0]
 
 
 def test_change_of_the_system_message_is_a_change(build):
-    saved = fingerprint_problems(build(ROWS, system="Be brief."), seed=0)
+    saved = make_fingerprint(build(ROWS, system="Be brief."), seed=0)
     changes, _ = describe_changes(saved, build(ROWS, system="Be long."), seed=0)
     assert changes[0].startswith("the first difference is problem 1 ")
     assert describe_changes(saved, build(ROWS, system="Be brief."), seed=0) == ([], [])
 
 
 def test_change_of_an_evaluation_set_is_told_apart(build):
-    saved = fingerprint_problems(build(ROWS, held_out=0.2), seed=0)
+    saved = make_fingerprint(build(ROWS, held_out=0.2), seed=0)
     _, sets = describe_changes(saved, build(ROWS, held_out=0.2, num_eval=5), seed=0)
     (told,) = sets
     assert told.startswith("evaluation set 'held_out': ")
@@ -85,7 +85,7 @@ def test_change_of_an_evaluation_set_is_told_apart(build):
 
 def test_fingerprint_of_many_rows_stays_small_and_finds_the_block(build):
     rows = [{**ROWS[0], "question": f"question {i}"} for i in range(1000)]
-    saved = fingerprint_problems(build(rows), seed=0)
+    saved = make_fingerprint(build(rows), seed=0)
     assert (saved.num, saved.block, len(saved.digests)) == (1000, 4, 250)
     assert len(json.dumps(dataclasses.asdict(saved))) < 10_000
     changes, _ = describe_changes(saved, build(changed(rows, 701, answer="new")), seed=0)
@@ -96,7 +96,7 @@ def test_fingerprint_of_many_rows_stays_small_and_finds_the_block(build):
 
 def test_endless_tasks_are_compared_by_their_first_problems():
     task = SumDigits.Config(num_integers=2).build()
-    saved = fingerprint_problems(task, seed=0)
+    saved = make_fingerprint(task, seed=0)
     assert (saved.num, saved.block, len(saved.digests)) == (None, 1, 64)
     assert describe_changes(saved, SumDigits.Config(num_integers=2).build(), seed=0) == ([], [])
     changes, sets = describe_changes(saved, SumDigits.Config(num_integers=3).build(), seed=0)

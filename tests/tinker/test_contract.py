@@ -8,7 +8,7 @@ import tinker
 import torch
 from tinker import RequestFailedError, types
 
-from actors.launch.cleanup import with_descendants
+from actors.launch.cleanup import list_with_descendants
 from rl.utils.processes import identify
 from tests.support.runs import wait_until_gone
 from tests.support.tinker_data import (
@@ -39,7 +39,7 @@ def actor_server(tmp_path_factory):
     with server_process(storage, "--config", "tiny_actors", *patient) as server:
         controller = identify(server.process.pid)
         assert controller is not None
-        processes = with_descendants([controller])
+        processes = list_with_descendants([controller])
         assert len(processes) >= 3
         yield server
         server.close_clients()

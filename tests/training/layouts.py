@@ -28,8 +28,8 @@ from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compat import use_one_gloo_worker
 from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import ParallelismConfig
-from rl.distributed.sharding import local_tensor, whole_tensor
-from rl.models.decoder import persistent_buffers
+from rl.distributed.sharding import gather_whole, local_tensor
+from rl.models.decoder import find_persistent_buffers
 from rl.models.float8 import Float8, Float8GroupedMM
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
@@ -423,7 +423,7 @@ def whole_parameters(engine: TrainingEngine) -> Tensors:
 
 def whole_weights(engine: TrainingEngine) -> Tensors:
     """Return parameters and persistent buffers, unsharded, on every rank."""
-    return whole(engine, engine.policy.parameters | persistent_buffers(engine.policy.model))
+    return whole(engine, engine.policy.parameters | find_persistent_buffers(engine.policy.model))
 
 
 def whole_state(engine: TrainingEngine) -> Tensors:
@@ -454,4 +454,4 @@ def whole(engine: TrainingEngine, tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
-    return whole_tensor(tensor.detach()).numpy().copy()
+    return gather_whole(tensor.detach()).numpy().copy()

@@ -13,7 +13,7 @@ from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
 from rl.models.generate import prompt_logprobs
-from rl.models.parallelize import generator_head, parallelize_decoder_generator
+from rl.models.parallelize import gather_logits, parallelize_decoder_generator
 from rl.training.checks import check_trainer_rules
 from rl.training.engine import TrainingEngine
 from rl.types import TrainingSample
@@ -67,7 +67,7 @@ def generated_logprobs(model: torch.nn.Module, sample: TrainingSample) -> np.nda
         padded,
         positions=pad_rows(torch.arange(len(ids))),
         sequences=SequenceLayout.from_lengths(lengths),
-        head=generator_head,
+        head=gather_logits,
     )[: len(ids)]
     logprobs = (logits.float() / torch.full((len(ids), 1), sample.temperature)).log_softmax(-1)
     targets = torch.from_numpy(sample.token_ids[1:].astype(np.int64))

@@ -9,7 +9,7 @@ from rl.training.checkpoint_config import (
     CheckpointConfig,
     LoadSource,
     find_load_source,
-    own_checkpoint,
+    find_own_checkpoint,
 )
 from rl.training.checkpoint_files import (
     MANIFEST,
@@ -17,10 +17,10 @@ from rl.training.checkpoint_files import (
     DamagedCheckpointError,
     check_files,
     find_newest_usable,
+    list_steps,
     read_state,
-    saved_steps,
 )
-from rl.training.checkpoint_tensors import excluded
+from rl.training.checkpoint_tensors import is_excluded
 from rl.types import LoopPosition
 from tests.support.checkpoints import save, truncate
 
@@ -75,11 +75,11 @@ def test_checkpoints_are_due_at_the_interval_and_at_the_end():
 
 
 def test_names_are_excluded_by_whole_parts_and_patterns():
-    assert excluded("model.norm.weight", ("model",))
-    assert excluded("model.norm.weight", ("random", "model.norm.weight"))
-    assert excluded("model.layers.3.ffn_norm.weight", ("model.layers.*.ffn_norm.weight",))
-    assert not excluded("model.normal", ("model.norm",))
-    assert not excluded("optimizer.norm.weight.step", ("model",))
+    assert is_excluded("model.norm.weight", ("model",))
+    assert is_excluded("model.norm.weight", ("random", "model.norm.weight"))
+    assert is_excluded("model.layers.3.ffn_norm.weight", ("model.layers.*.ffn_norm.weight",))
+    assert not is_excluded("model.normal", ("model.norm",))
+    assert not is_excluded("optimizer.norm.weight.step", ("model",))
 
 
 def find(tmp_path, *, repairs=False, **fields):
@@ -167,28 +167,28 @@ def test_config_that_finds_nothing_to_load_is_refused(folders, fields, says):
 
 
 def test_own_latest_checkpoint_is_continued_whatever_is_excluded(tmp_path):
-    assert own_checkpoint(tmp_path / "none", num_steps=9) is None
+    assert find_own_checkpoint(tmp_path / "none", num_steps=9) is None
     before, latest = save(tmp_path, 2), save(tmp_path, 4)
-    assert own_checkpoint(tmp_path, num_steps=9) == continuing(latest, 4, whole=True)
+    assert find_own_checkpoint(tmp_path, num_steps=9) == continuing(latest, 4, whole=True)
     with pytest.raises(ValueError, match=r"loop.num_steps=3: must be at least 4, the steps that"):
-        own_checkpoint(tmp_path, num_steps=3)
+        find_own_checkpoint(tmp_path, num_steps=3)
     truncate(latest / TENSORS)
-    assert own_checkpoint(tmp_path, num_steps=9) == continuing(before, 2, whole=True)
+    assert find_own_checkpoint(tmp_path, num_steps=9) == continuing(before, 2, whole=True)
     truncate(before / TENSORS)
-    assert own_checkpoint(tmp_path, num_steps=9) is None
-    assert saved_steps(tmp_path) == {}
+    assert find_own_checkpoint(tmp_path, num_steps=9) is None
+    assert list_steps(tmp_path) == {}
 
 
 def test_own_checkpoint_that_cannot_be_continued_is_refused(tmp_path):
     save(tmp_path, 4, model_only=True)
-    source = own_checkpoint(tmp_path, num_steps=4)  # It ends the run.
+    source = find_own_checkpoint(tmp_path, num_steps=4)  # It ends the run.
     assert source is not None
     assert source.model_only
     with pytest.raises(ValueError, match=r"step-4 holds only the model .* move it away"):
-        own_checkpoint(tmp_path, num_steps=5)
+        find_own_checkpoint(tmp_path, num_steps=5)
     save(tmp_path, 5, position=False)
     with pytest.raises(ValueError, match="was not saved by a loop"):
-        own_checkpoint(tmp_path, num_steps=9)
+        find_own_checkpoint(tmp_path, num_steps=9)
 
 
 def test_damaged_checkpoint_of_a_shared_folder_is_set_aside_only_if_asked(saved, tmp_path):
@@ -198,9 +198,9 @@ def test_damaged_checkpoint_of_a_shared_folder_is_set_aside_only_if_asked(saved,
         find(tmp_path, **SHARED)
     with pytest.raises(ValueError, match=says):  # A requested step is not replaced.
         find(tmp_path, **SHARED, load_step=10, repairs=True)
-    assert list(saved_steps(tmp_path / "saved")) == [2, 4, 10]
+    assert list(list_steps(tmp_path / "saved")) == [2, 4, 10]
     assert find(tmp_path, **SHARED, repairs=True) == continuing(saved[4], 4)
-    assert list(saved_steps(tmp_path / "saved")) == [2, 4]
+    assert list(list_steps(tmp_path / "saved")) == [2, 4]
 
 
 def checked(path):
@@ -229,7 +229,7 @@ def test_damaged_checkpoint_is_set_aside_and_the_previous_one_is_taken(
     if fault is not None:
         (newest / name).write_bytes(fault(content))
     assert find_newest_usable(tmp_path, checked) == older
-    assert list(saved_steps(tmp_path)) == [1]
+    assert list(list_steps(tmp_path)) == [1]
     (record,) = caplog.records
     assert record.message.endswith("set aside as step-2.damaged, and an earlier one is taken")
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from rl.training.checkpoint import Checkpointer
 from rl.training.checkpoint_files import (
+    list_steps,
     read_state,
-    saved_steps,
     step_folder,
     sum_of_file,
     write_description,
@@ -87,7 +87,7 @@ def test_steps_during_a_background_save_do_not_change_the_checkpoint(assets, tmp
     saved = state(engine)
     engine.save_checkpoint(str(tmp_path / "step-1"), wait=False)
     step(engine)
-    assert saved_steps(tmp_path) == {}  # The folder does not appear before it is complete.
+    assert list_steps(tmp_path) == {}  # The folder does not appear before it is complete.
     engine.checkpointer.gate.set()
     engine.checkpointer.wait()
     assert entries(tmp_path) == ["step-1"]
@@ -100,7 +100,7 @@ def test_background_saves_run_one_at_a_time_and_close_waits(assets, tmp_path):
     for number in (1, 2, 3):
         step(engine)
         engine.save_checkpoint(str(tmp_path / f"step-{number}"), wait=False)
-        assert list(saved_steps(tmp_path))[: number - 1] == list(range(1, number))
+        assert list(list_steps(tmp_path))[: number - 1] == list(range(1, number))
     engine.close()
     assert entries(tmp_path) == ["step-1", "step-2", "step-3"]
     assert_loads(assets, tmp_path / "step-3", state(engine))
@@ -144,11 +144,11 @@ def test_latest_steps_the_seed_and_other_folders_are_kept(assets, tmp_path):
     engine.save_checkpoint(
         str(tmp_path / "elsewhere")
     )  # This is no step, so none is removed for it.
-    assert list(saved_steps(tmp_path)) == [0, 10, 20]
+    assert list(list_steps(tmp_path)) == [0, 10, 20]
     engine.checkpointer.config.keep_latest_k = 0
     for number in (30, 40, 50):
         engine.save_checkpoint(str(step_folder(tmp_path, number)))
-    assert list(saved_steps(tmp_path)) == [0, 10, 20, 30, 40, 50]
+    assert list(list_steps(tmp_path)) == [0, 10, 20, 30, 40, 50]
 
 
 @pytest.mark.medium
@@ -167,7 +167,7 @@ def test_save_killed_at_any_flush_leaves_a_complete_checkpoint_or_none(assets, t
         return "survived"
 
     flush = 0
-    while not saved_steps(tmp_path).get(2):
+    while not list_steps(tmp_path).get(2):
         flush += 1
         status, _ = run_in_fork(functools.partial(save_and_die, flush))
         assert status == -signal.SIGKILL
@@ -272,5 +272,5 @@ def test_error_of_one_rank_is_raised_on_all_ranks(assets, tmp_path):
         assert "step-1/__1_0.distcp is corrupted" in of_load
         assert "step-2 was not written" in of_save
         assert "File too large" in of_save
-    assert list(saved_steps(tmp_path)) == [1]
+    assert list(list_steps(tmp_path)) == [1]
     assert entries(tmp_path) == ["odd", "step-1"]

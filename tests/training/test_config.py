@@ -20,7 +20,7 @@ from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import ParallelismConfig
 from rl.models.lora import LoRA
-from rl.training.checks import check_trainer, trainer_checks
+from rl.training.checks import check_trainer, list_trainer_checks
 from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine
 from rl.types import OptimParams
@@ -123,7 +123,10 @@ def test_step_in_the_backward_is_refused_where_all_gradients_are_needed(settings
     config.optimizer.early_step_in_backward = True
     beside = "trainer.optimizer.early_step_in_backward=True"
     with pytest.raises(ValueError, match=f"{says} with {beside}"):
-        [check() for check in trainer_checks(config, small_spec(), world_size=2, device_type="cpu")]
+        [
+            check()
+            for check in list_trainer_checks(config, small_spec(), world_size=2, device_type="cpu")
+        ]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +142,7 @@ def test_step_in_the_backward_is_refused_where_all_gradients_are_needed(settings
 def test_async_tensor_parallelism_is_refused_without_effect(device_type, degree, compile):
     settings = ParallelismConfig(async_tensor_parallel=True, tensor_parallel_degree=degree)
     config = engine_config(parallelism=settings, compile=CompileConfig(**compile))
-    checks = trainer_checks(config, small_spec(), world_size=degree, device_type=device_type)
+    checks = list_trainer_checks(config, small_spec(), world_size=degree, device_type=device_type)
     says = (
         rf"async_tensor_parallel=True on device '{device_type}' with "
         rf"tensor_parallel_degree={degree}, .* False"

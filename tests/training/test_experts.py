@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl.models.decoder import persistent_buffers
+from rl.models.decoder import find_persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.moe import ExpertRouter, MoE
 from rl.training.checks import check_experts
@@ -76,7 +76,7 @@ def test_bias_moves_against_the_load_of_all_calls_of_a_step():
 
 def test_logprobs_and_a_failed_call_leave_no_count(moe_assets):
     engine = make("moe", "one", {"moe": moe_assets})
-    biases = list(persistent_buffers(engine.policy.model).values())
+    biases = list(find_persistent_buffers(engine.policy.model).values())
 
     def biases_of_a_step():
         engine.forward_backward([make_sample(length=9, seed=0)])
@@ -101,7 +101,7 @@ def test_logprobs_and_a_failed_call_leave_no_count(moe_assets):
 def test_zero_bias_is_not_exported_and_missing_bias_is_zero(moe_assets, tmp_path):
     engine = make("moe", "one", {"moe": moe_assets})
     engine.export_hf(str(tmp_path / "biased"))
-    buffers = persistent_buffers(engine.policy.model)
+    buffers = find_persistent_buffers(engine.policy.model)
     for bias in buffers.values():
         assert bias.any()
         bias.zero_()

@@ -234,7 +234,7 @@ def measure_all():
 
 def estimated(case):
     config = case.config()
-    degrees = config.parallelism.degrees(case.world_size)
+    degrees = config.parallelism.resolve_degrees(case.world_size)
     return estimate_memory(config, spec=case.spec(), degrees=degrees, on_gpu=False)
 
 
@@ -293,7 +293,7 @@ def test_weights_frozen_by_lora_have_neither_gradient_nor_state():
 def test_lora_fits_when_full_training_is_refused_with_both_sizes_and_advice():
     root = qwen3_8b()
     assert root.model is not None
-    config, degrees = root.trainer, ParallelismConfig().degrees(1)
+    config, degrees = root.trainer, ParallelismConfig().resolve_degrees(1)
     config.activation_checkpoint.mode = "full"
     every = estimate_memory(config, spec=root.model, degrees=degrees, on_gpu=True)
     config.converters = LORA

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from losses.policy import GRPOLoss
 from rl.distributed.compat import use_one_gloo_worker
-from rl.distributed.sharding import local_tensor, whole_tensor
+from rl.distributed.sharding import gather_whole, local_tensor
 from rl.loop.metrics import TrainedMinibatch, training_metrics
 from rl.training.optimizer import Optimizer
 from rl.training.rounding import Rounding, derive_bits, round_into
@@ -145,7 +145,7 @@ def stepped(name, shape, placement, *, mesh=None):
             optimizer.step_one(parameter, settings, version=version)
     state = optimizer.state_tensors()[parameter]
     tensors = [parameter.detach(), *(x for x in state.values() if x.ndim)]
-    return [whole_tensor(x).float().numpy() for x in tensors]
+    return [gather_whole(x).float().numpy() for x in tensors]
 
 
 def measure_shards():

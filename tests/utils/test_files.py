@@ -5,22 +5,22 @@ import pytest
 
 from rl.utils.files import (
     TMP_SUFFIX,
-    atomic_folder,
-    atomic_write,
-    locked_folder,
+    hold_folder_lock,
+    make_temporary_folder,
+    publish_folder,
     remove,
     remove_leftovers,
-    temporary_folder,
+    replace_file,
 )
 
 
 def test_atomic_write_replaces_the_file_only_without_an_error(tmp_path):
     file = tmp_path / "file"
-    with atomic_write(file) as new:
+    with replace_file(file) as new:
         new.write_text("first")
         assert not file.exists()
         assert new.name == f"file{TMP_SUFFIX}"
-    with pytest.raises(IsADirectoryError), atomic_write(file) as new:  # noqa: PT012
+    with pytest.raises(IsADirectoryError), replace_file(file) as new:  # noqa: PT012
         new.write_text("half")
         tmp_path.read_text()
     assert file.read_text() == "first"
@@ -28,15 +28,15 @@ def test_atomic_write_replaces_the_file_only_without_an_error(tmp_path):
 
 
 def test_atomic_folder_appears_only_without_an_error(tmp_path):
-    with pytest.raises(KeyError), atomic_folder(tmp_path / "a") as folder:  # noqa: PT012
+    with pytest.raises(KeyError), publish_folder(tmp_path / "a") as folder:  # noqa: PT012
         (folder / "file").touch()
         raise KeyError
     assert list(tmp_path.iterdir()) == []
-    with atomic_folder(tmp_path / "a") as folder:
+    with publish_folder(tmp_path / "a") as folder:
         (folder / "file").touch()
         assert not (tmp_path / "a").exists()
     assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["a", "a/file"]
-    with pytest.raises(FileExistsError, match="a already exists"), atomic_folder(tmp_path / "a"):
+    with pytest.raises(FileExistsError, match="a already exists"), publish_folder(tmp_path / "a"):
         pass
 
 
@@ -50,7 +50,7 @@ with temporary_folder(Path(sys.argv[1]) / "killed"):
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert len(list(tmp_path.glob(".killed.*"))) == 2  # the folder and its lock
-    with temporary_folder(tmp_path / "used") as used:
+    with make_temporary_folder(tmp_path / "used") as used:
         remove_leftovers(tmp_path)
         assert used.is_dir()
         assert not list(tmp_path.glob(".killed.*"))
@@ -73,11 +73,11 @@ def test_a_locked_folder_has_one_owner_at_a_time(tmp_path):
     shared = {"as_what": "trainer.checkpoint.folder", "otherwise": "choose another"}
     folder = tmp_path / "deep" / "shared"
     for _ in range(2):
-        with locked_folder(folder, **shared):
+        with hold_folder_lock(folder, **shared):
             text = r"shared is in use by process \d+ on .*; choose another"
-            with pytest.raises(ValueError, match=text), locked_folder(folder, **shared):
+            with pytest.raises(ValueError, match=text), hold_folder_lock(folder, **shared):
                 raise AssertionError("two owners")
     (tmp_path / "file").touch()
     text = r"file/x cannot be trainer\.checkpoint\.folder: Not a directory"
-    with pytest.raises(ValueError, match=text), locked_folder(tmp_path / "file" / "x", **shared):
+    with pytest.raises(ValueError, match=text), hold_folder_lock(tmp_path / "file" / "x", **shared):
         raise AssertionError("there is no such folder")

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from rl.utils.numbers import find_numbers, last_number, number_value, same_answer
+from rl.utils.numbers import find_last_number, find_numbers, parse_value, same_answer
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_answers_are_equal_by_text_or_by_value(expected, answer, same):
 
 @pytest.mark.parametrize("end", ["", ".", ",", " ", ".\n", "/", "e", "\\,", "e-", "E+", "~", "\\!"])
 def test_a_number_at_the_end_of_a_cut_text_might_go_on(end):
-    assert last_number(f"5, no, 12{end}", is_cut_off=True) is None
-    assert last_number(f"5, no, 12{end}") == "12"
+    assert find_last_number(f"5, no, 12{end}", is_cut_off=True) is None
+    assert find_last_number(f"5, no, 12{end}") == "12"
 
 
 @pytest.mark.parametrize("end", [". So", "**", "$", ")", " apples"])
 def test_a_number_that_something_ends_counts_in_a_cut_text(end):
-    assert last_number(f"5, no, 12{end}", is_cut_off=True) == "12"
+    assert find_last_number(f"5, no, 12{end}", is_cut_off=True) == "12"
 
 
 def test_long_texts_take_linear_time():
@@ -86,5 +86,5 @@ def test_long_texts_take_linear_time():
     for part in ("1", "1,", "1,000", "9,99", "1.", "1/", ".1", "-", "= -", "1e", "\\frac{"):
         find_numbers(part * (20_000 // len(part)))
     assert time.process_time() - started < 2.0
-    assert number_value("1" * 10_000) is None
-    assert number_value("1e9999") is None
+    assert parse_value("1" * 10_000) is None
+    assert parse_value("1e9999") is None

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rl.observability.console import print_line
-from rl.utils.printing import say, say_error, visible
+from rl.utils.printing import print_error, print_text, replace_controls
 
 
 @pytest.mark.parametrize(
@@ -21,15 +21,15 @@ from rl.utils.printing import say, say_error, visible
     ],
 )
 def test_control_characters_are_written_out(text, shown):
-    assert visible(text) == shown
+    assert replace_controls(text) == shown
     stream = io.StringIO()
-    say(text, stream=stream)
+    print_text(text, stream=stream)
     print_line(text, stream=stream)
     assert stream.getvalue() == f"{shown}\n{shown}\n"
 
 
 def test_characters_that_the_stream_lacks_are_written_out():
-    for function in (say, print_line):
+    for function in (print_text, print_line):
         raw = io.BytesIO()
         stream = io.TextIOWrapper(raw, encoding="latin-1")
         function("数 é", stream=stream)
@@ -40,8 +40,8 @@ def test_pipe_without_a_reader_is_no_error_and_stays_quiet():
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stream:
-        say("first", stream=stream)
-        say("second", stream=stream)  # goes nowhere
+        print_text("first", stream=stream)
+        print_text("second", stream=stream)  # goes nowhere
 
 
 def test_full_disk_is_an_error_of_one_line():
@@ -49,12 +49,12 @@ def test_full_disk_is_an_error_of_one_line():
         open("/dev/full", "w") as stream,
         pytest.raises(ValueError, match="cannot be written: No space left"),
     ):
-        say("text", stream=stream)
+        print_text("text", stream=stream)
 
 
 def test_process_without_standard_streams_prints_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
-    say("text")
+    print_text("text")
     print_line("text")
-    say_error("text")
+    print_error("text")

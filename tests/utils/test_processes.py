@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rl.utils.processes import process_states, restore_process_states, without_collections
+from rl.utils.processes import disable_collections, process_states, restore_process_states
 from tests.support.forked import answer_in_fork
 
 ROOT = Path(__file__).parent.parent.parent
@@ -48,7 +48,7 @@ def test_collections_are_off_during_imports_and_on_again_after_one_fails():
     def imports():
         gc.enable()
         found = [gc.get_freeze_count()]
-        with contextlib.suppress(ImportError), without_collections():
+        with contextlib.suppress(ImportError), disable_collections():
             found.append(gc.isenabled())
             raise ImportError
         return *found, gc.isenabled(), gc.get_freeze_count()

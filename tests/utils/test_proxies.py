@@ -11,7 +11,7 @@ from tinker._client import AsyncTinker
 from tinker.types import ClientConfigResponse
 
 from rl.tinker import compat
-from rl.utils.proxies import exempt_loopback, leads_here, loopback_exemption, used_proxy
+from rl.utils.proxies import allow_loopback, find_proxy, leads_here, make_loopback_exemption
 from tests.support.json_server import JsonServer
 
 DEAD = "http://user:secret@127.0.0.1:9"
@@ -53,20 +53,20 @@ def proxied(monkeypatch):
     ],
 )
 def test_this_machine_is_added_to_the_hosts_without_a_proxy(environment, expected):
-    assert loopback_exemption(environment) == expected
-    assert loopback_exemption(environment | expected) == expected
+    assert make_loopback_exemption(environment) == expected
+    assert make_loopback_exemption(environment | expected) == expected
 
 
 def test_clients_reach_this_machine_and_others_go_through_the_proxy(proxied):
-    exempt_loopback()
+    allow_loopback()
     with Answering() as server:
         for url in (server.url, server.url.replace("127.0.0.1", "localhost")):
             assert httpx.get(url).json() == {"asked": "GET /"}
             with urllib.request.urlopen(url, timeout=5) as answer:
                 assert b"GET" in answer.read()
-    assert used_proxy(server.url) is None
-    assert used_proxy("https://hub.example/x") == "https_proxy=http://127.0.0.1:9"
-    assert used_proxy("http://internal.example") is None
+    assert find_proxy(server.url) is None
+    assert find_proxy("https://hub.example/x") == "https_proxy=http://127.0.0.1:9"
+    assert find_proxy("http://internal.example") is None
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_address_of_this_machine_is_known_by_its_host(monkeypatch, host, is_here
 )
 def test_proxy_is_shown_as_it_is_given_without_its_password(proxied, address, shown):
     proxied.setenv("http_proxy", address)
-    assert used_proxy("http://hub.example") == f"http_proxy={shown}"
+    assert find_proxy("http://hub.example") == f"http_proxy={shown}"
 
 
 @pytest.mark.parametrize("proxy", [DEAD, "socks5://127.0.0.1:9"])
@@ -104,7 +104,7 @@ def test_official_client_reads_no_proxy_for_a_server_on_this_machine(proxied, pr
     proxied.setattr(_base_client, "AsyncHttpxClientWrapper", _base_client.AsyncHttpxClientWrapper)
     # As a client in this process does: its first calls go through httpx, later ones through
     # pyqwest.
-    exempt_loopback()
+    allow_loopback()
     compat.keep_clients_direct()
 
     async def ask(url):

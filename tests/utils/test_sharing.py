@@ -46,7 +46,7 @@ def state(info):
 
 def test_private_copies_of_a_problem_keep_their_changes_to_themselves():
     before = state(INFO)
-    first, second = PROBLEM.private(), PROBLEM.private()
+    first, second = PROBLEM.make_private(), PROBLEM.make_private()
     assert (first.id, first.question, first.demonstrations) == ("p", "q", ("d",))
     changed(first.info)
     assert (first.info["questions"], first.info["new"]) == (["a"], True)  # kept for this user
@@ -65,13 +65,13 @@ def test_problem_keeps_a_copy_of_the_data_that_it_was_made_with():
 
 def test_private_copy_is_equal_and_pickles():
     problem = Problem(id="p", question="q", answer="", info={"questions": ["a"]})
-    assert problem.private() == problem
-    for original in (problem, problem.private(), problem.private().private()):
+    assert problem.make_private() == problem
+    for original in (problem, problem.make_private(), problem.make_private().make_private()):
         back = pickle.loads(pickle.dumps(original))
         assert back == problem
         assert copy.deepcopy(back) == problem
     with pytest.raises(AttributeError, match="'Problem' object has no attribute 'infos'"):
-        problem.private().infos  # type: ignore[attr-defined]  # noqa: B018
+        problem.make_private().infos  # type: ignore[attr-defined]  # noqa: B018
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Game(Problem):
 
 def test_further_fields_of_a_subclass_are_private_too():
     game = Game(id="g", question="q", answer="", board=[0])
-    mine = game.private()
+    mine = game.make_private()
     mine.board.append(1)
     assert (mine.board, game.board, type(mine)) == ([0, 1], [0], Game)
 
@@ -224,7 +224,7 @@ def test_large_data_is_copied_only_for_users_who_read_it():
 
     problem = Problem(id="p", question="q", answer="", info={"data": Counted()})
     before = Counted.num_copies
-    users = [problem.private() for _ in range(5)]
+    users = [problem.make_private() for _ in range(5)]
     assert [user.question for user in users] == ["q"] * 5
     assert Counted.num_copies == before
     assert users[0].info is users[0].info

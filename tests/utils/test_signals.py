@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rl.utils.processes import REPEAT_S, handling_end_signals
+from rl.utils.processes import REPEAT_S, handle_end_signals
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def handled():
     @contextlib.contextmanager
     def handle():
         signals: list[int] = []
-        with handling_end_signals(signals.append, loop=asyncio.get_running_loop()):
+        with handle_end_signals(signals.append, loop=asyncio.get_running_loop()):
             yield signals
 
     return handle

@@ -12,7 +12,7 @@ from rl.observability.recorder import (
 )
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.utils.errors import RunError
-from rl.utils.threads import LoopThread, WorkerThread, all_or_cancel, run_aside
+from rl.utils.threads import LoopThread, WorkerThread, gather_or_cancel, run_in_thread
 from tests.support.fakes import FakePolicy
 from tests.support.loops import half_right, make_loop
 
@@ -23,15 +23,15 @@ def test_run_aside_returns_the_result_or_raises_the_functions_error():
     def fail():
         raise TimeoutError("of its own")
 
-    assert asyncio.run(run_aside(threading.get_ident, name="test")) != threading.get_ident()
+    assert asyncio.run(run_in_thread(threading.get_ident, name="test")) != threading.get_ident()
     with pytest.raises(TimeoutError, match=r"^of its own$"):
-        asyncio.run(run_aside(fail, name="test", limit_s=20.0))
+        asyncio.run(run_in_thread(fail, name="test", limit_s=20.0))
 
 
 def test_run_aside_stops_waiting_at_its_limit():
     gate = threading.Event()
     with pytest.raises(TimeoutError, match=r"^removal: not done after 0\.05 s$"):
-        asyncio.run(run_aside(gate.wait, name="removal", limit_s=0.05))
+        asyncio.run(run_in_thread(gate.wait, name="removal", limit_s=0.05))
     gate.set()
 
 
@@ -90,7 +90,7 @@ def test_first_error_cancels_the_others_and_is_raised_as_it_is():
             ended.append("waited for")
 
     with pytest.raises(KeyError) as caught:
-        asyncio.run(all_or_cancel([wait(), fail()]))
+        asyncio.run(gather_or_cancel([wait(), fail()]))
     assert ended == ["waited for"]
     assert isinstance(caught.value.__cause__, ValueError)
 
@@ -103,7 +103,7 @@ def test_timeout_around_calls_that_failed_before_is_still_a_timeout():
     async def scenario():
         async with asyncio.timeout(0.01):
             with pytest.raises(KeyError):
-                await all_or_cancel([fail()])
+                await gather_or_cancel([fail()])
             await asyncio.Event().wait()
 
     with pytest.raises(TimeoutError):

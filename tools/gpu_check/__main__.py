@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.launch.cleanup import carrying_environment
+from actors.launch.cleanup import find_by_environment
 from rl.utils.processes import kill
 from tools.gpu_check.report import FAILED, OK, SLOW, Report
 
@@ -139,7 +139,7 @@ def run_apart(name: str, *, folder: Path, numbers: bool, limit_s: float) -> dict
     except subprocess.TimeoutExpired:
         fault = f"not ended after {limit_s:g} s"
     finally:
-        for left in carrying_environment(OWNER, owner):
+        for left in find_by_environment(OWNER, owner):
             kill(left)
         process.wait()
     found = json.loads(file.read_text()) if file.exists() else asdict(Report())

@@ -19,9 +19,9 @@ from actors.vllm.config import ENVIRONMENT
 from benchmarks.generator_step import least_s
 from benchmarks.processes import Worker
 from rl.models.hf import HFFolder, read_parameters, write_random_model
-from rl.models.model_cost import model_work
+from rl.models.model_cost import count_work
 from rl.models.spec import model_spec
-from rl.observability.machine import machine_limits
+from rl.observability.machine import measure_limits
 from rl.types import SamplingParams
 from tools.gpu_check.report import Report
 
@@ -70,8 +70,8 @@ def generator(report: Report) -> None:
             vllms = theirs.call("tokens_per_s")
     report.figure("tokens/s", tokens_per_s)
     report.figure("of vLLM's own model", tokens_per_s / vllms, at_least=LEAST_OF_VLLM)
-    work = model_work(spec.model)
-    limits = machine_limits(dtype="bfloat16", num_bytes=work.read * 2, device=torch.device("cuda"))
+    work = count_work(spec.model)
+    limits = measure_limits(dtype="bfloat16", num_bytes=work.read * 2, device=torch.device("cuda"))
     num = NUM_PROMPTS * NUM_SAMPLES
     shortest_s = least_s(work, limits, sequences=num, tokens=TOKENS, itemsize=2)
     report.figure(
@@ -113,7 +113,7 @@ class EngineSide:
     def _update(self, version: int) -> None:
         async def write(state_dict: dict[str, Tensor]) -> None:
             adapter = self._spec.adapter(self._spec.model)
-            names = self._opened.present(state_dict, adapter)
+            names = self._opened.list_present(state_dict, adapter)
             for name, tensor in read_parameters(self._opened, adapter, names):
                 state_dict[name].copy_(tensor)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rl.models.attention import PackedAttention, SequenceLayout
 from rl.models.decoder import RMSNorm
-from rl.models.moe import grouped_linear
-from rl.models.sampling import draw, processed_logprobs
+from rl.models.moe import multiply_groups
+from rl.models.sampling import draw, process_logits
 from rl.models.spec import model_spec
 from rl.types import SamplingParams
 from rl.weights.checksum import checksum
@@ -82,7 +82,7 @@ def _grouped_products(report: Report) -> None:
     wanted = torch.cat(
         [x_SE[a:b] @ w.T for a, b, w in zip((0, 3, 3, 67), ends, weight_NFE, strict=True)]
     )
-    got = grouped_linear(x_SE.cuda().bfloat16(), weight_NFE.cuda().bfloat16(), ends.cuda())
+    got = multiply_groups(x_SE.cuda().bfloat16(), weight_NFE.cuda().bfloat16(), ends.cuda())
     report.close("grouped products", got.float(), wanted, atol=5e-2)
 
 
@@ -90,7 +90,7 @@ def _fused_layers(report: Report) -> None:
     """Compare the kernels of decoding with the trainer's modules, with norms of queries and keys
     and without.
     """
-    from actors.vllm.kernels import both_ways
+    from actors.vllm.kernels import run_both_kernels
 
     for family, flavor in (("qwen3", "0.6B"), ("llama", "SmolLM2-135M")):
         spec = model_spec(family, flavor)
@@ -101,7 +101,7 @@ def _fused_layers(report: Report) -> None:
         layout = SequenceLayout.from_lengths(LENGTHS, device="cuda")
         positions = torch.cat([torch.arange(n) for n in LENGTHS]).cuda()
         ids = torch.arange(layout.num_tokens, device="cuda") * 7 % 1000
-        wanted, got = both_ways(model, ids, positions=positions, sequences=layout)
+        wanted, got = run_both_kernels(model, ids, positions=positions, sequences=layout)
         difference = (
             (got.float() - wanted.float()).abs().mean().item()
         )  # logits of bfloat16 weights
@@ -120,7 +120,7 @@ def _sampling(report: Report) -> None:
     ):
         tokens: list[Tensor] = []
         for device in ("cpu", "cuda"):
-            logprobs_BV = processed_logprobs(logits_BV.to(device), sampling)
+            logprobs_BV = process_logits(logits_BV.to(device), sampling)
             tokens.append(draw(logprobs_BV, uniforms_B.to(device)).cpu())
         report.same(name, (tokens[0] != tokens[1]).float().mean().item(), atol=0.01)
     greedy = F.one_hot(torch.arange(8), 16).float() * 9

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rl.observability.machine import machine_limits
+from rl.observability.machine import measure_limits
 from tools.gpu_check.report import Report
 
 LEAST_OF_BUS = 0.4
@@ -25,7 +25,7 @@ def sync(report: Report) -> None:
     if num_gpus < 2:
         report.not_here = "needs 2 GPUs; there is 1"
         return
-    limits = machine_limits(dtype="bfloat16", num_bytes=1 << 28, device=torch.device("cuda"))
+    limits = measure_limits(dtype="bfloat16", num_bytes=1 << 28, device=torch.device("cuda"))
     report.figure("bus GB/s", limits.host_bytes_per_s / 1e9)
     cases = [
         ("0.6b", 28, "one_to_one"),

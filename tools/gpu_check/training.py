@@ -14,9 +14,9 @@ import torch
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.compile import CompileConfig
 from rl.models.hf import write_random_model
-from rl.models.model_cost import model_work
+from rl.models.model_cost import count_work
 from rl.models.spec import ModelSpec, model_spec
-from rl.observability.machine import machine_limits
+from rl.observability.machine import measure_limits
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.memory import MARGIN, estimate_memory
@@ -41,7 +41,7 @@ def trainer(report: Report) -> None:
     engine = _engine(spec, device="cuda", dtype="bfloat16")
     step_s, _, peak = _steps(engine, _samples(LENGTHS), num=2)
     estimated = estimate_memory(
-        engine.config, spec=spec, degrees=engine.config.parallelism.degrees(1), on_gpu=True
+        engine.config, spec=spec, degrees=engine.config.parallelism.resolve_degrees(1), on_gpu=True
     ).total
     report.figure("peak of the estimate", peak / estimated)
     report.require(
@@ -49,9 +49,9 @@ def trainer(report: Report) -> None:
         f"a step took {peak / 2**30:.2f} GiB, and its estimate is {estimated / 2**30:.2f} GiB: "
         "configs that are called fitting may not fit",
     )
-    limits = machine_limits(dtype="bfloat16", num_bytes=1 << 30, device=torch.device("cuda"))
+    limits = measure_limits(dtype="bfloat16", num_bytes=1 << 30, device=torch.device("cuda"))
     attended = sum(n * (n + 1) / 2 for n in LENGTHS)
-    flops = model_work(spec.model).training_flops(tokens=sum(LENGTHS), attended=attended)
+    flops = count_work(spec.model).count_training_flops(tokens=sum(LENGTHS), attended=attended)
     report.figure("tokens/s", sum(LENGTHS) / step_s)
     report.figure("products TFLOP/s", limits.flops_per_s / 1e12)
     report.figure("memory GB/s", limits.memory_bytes_per_s / 1e9)

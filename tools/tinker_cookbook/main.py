@@ -27,7 +27,7 @@ from rl.tinker.backend import Base
 from rl.tinker.local import LocalTinkerBackend, make_backend
 from rl.tinker.serving import ServerThread
 from rl.utils.compat import exit_process
-from rl.utils.proxies import loopback_exemption
+from rl.utils.proxies import make_loopback_exemption
 from tools.setup_env import Environment, InstallError, Refusal
 from tools.tinker_cookbook.model import make_base_model
 from tools.tinker_cookbook.recipes import (
@@ -139,7 +139,7 @@ class Runner:
             process = subprocess.Popen(
                 self.command(recipe),
                 cwd=log.parent,
-                env={**os.environ, **loopback_exemption(os.environ), **OFFLINE, **self.server},
+                env={**os.environ, **make_loopback_exemption(os.environ), **OFFLINE, **self.server},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

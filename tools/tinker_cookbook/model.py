@@ -20,7 +20,7 @@ from losses.cross_entropy import CrossEntropyLoss
 from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
 from rl.models.tokenizer import open_tokenizer
-from rl.rollouts.samples import demonstration_sample
+from rl.rollouts.samples import make_demonstration_sample
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.types import OptimParams, TrainingSample
@@ -100,7 +100,9 @@ class Teacher:
         return float(np.exp(whole).mean())
 
     def _samples(self, shown: Sequence[Demonstration]) -> list[TrainingSample]:
-        return [demonstration_sample(self._tokens(d.prompt), self._tokens(d.reply)) for d in shown]
+        return [
+            make_demonstration_sample(self._tokens(d.prompt), self._tokens(d.reply)) for d in shown
+        ]
 
     def _tokens(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)

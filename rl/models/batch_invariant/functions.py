@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rl.models.batch_invariant import kernels
-from rl.utils.tensor_memory import memory_of
+from rl.utils.tensor_memory import get_memory
 
 UNLIMITED = 2**40
 """Window without effect."""
@@ -235,5 +235,5 @@ def _to_array(x: Tensor) -> np.ndarray:
 
 def _to_blocks(cache: Tensor) -> np.ndarray:
     """Return [blocks, K, numbers of a block]; the tensor's memory can still be freed."""
-    array = memory_of(cache, dtype=_NUMPY_DTYPES[cache.dtype])
+    array = get_memory(cache, dtype=_NUMPY_DTYPES[cache.dtype])
     return array.reshape(cache.size(0), cache.size(1), -1)

@@ -59,7 +59,7 @@ def make_batch_invariant(model: nn.Module, *, spec: ModelSpec, device: torch.dev
             module.activation = {"swiglu": swiglu, "geglu": geglu}[module.config.activation]
 
 
-def row_multiple(spec: ModelSpec) -> int:
+def get_row_multiple(spec: ModelSpec) -> int:
     """Return the number whose multiples are valid token counts for the spec's model."""
     return ROW_MULTIPLE if spec.batch_invariant else 1
 

@@ -139,7 +139,7 @@ def check_rows(
             different.append(str(count))
     if different:
         kind = str(dtype).removeprefix("torch.")
-        machine = f"{processor()}, PyTorch {torch.__version__}, {threads} threads"
+        machine = f"{read_processor()}, PyTorch {torch.__version__}, {threads} threads"
         batches = ", ".join(different)
         raise ValueError(
             f"batch_invariant=True: must be False on this machine ({machine}): {name} in {kind} "
@@ -147,7 +147,7 @@ def check_rows(
         )
 
 
-def processor() -> str:
+def read_processor() -> str:
     """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rl.config.json import leaves
-from rl.observability.machine import typical
+from rl.config.json import walk_leaves
+from rl.observability.machine import compute_typical_step
 from rl.observability.run_folder import DEFAULTS
 from rl.reporting.data import RunData
 from rl.reporting.evidence import Finding, RolloutEvidence
@@ -40,7 +40,7 @@ def collect_facts(run: RunData, *, is_alive: bool | None) -> dict[str, Any]:
     """
     values = run.config.get("values") or {}
     last = run.steps[-1] if run.steps else {}
-    usual = typical(run.steps)
+    usual = compute_typical_step(run.steps)
     names = [event["event"] for event in run.events]
     num_problems = _select_finite(run.evaluations, "eval/num_problems")
     # A resumed process goes back to its checkpoint too, without a loss.
@@ -210,7 +210,7 @@ def list_config(
     A row has `path`, `value` and, where it differs, `default`, as JSON texts. The config function
     is not called, since that would run code which the folder names.
     """
-    values, base = dict(leaves(config.get("values") or {})), dict(leaves(defaults))
+    values, base = dict(walk_leaves(config.get("values") or {})), dict(walk_leaves(defaults))
     rows = []
     for path, value in values.items():
         row = {"path": path, "value": json.dumps(value)}

@@ -21,7 +21,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rl.observability.machine import bottleneck, typical
+from rl.observability.machine import compute_typical_step, find_bottleneck
 from rl.observability.spans import read_states
 from rl.reporting.data import RunData, read_run
 from rl.reporting.findings import KINDS, find
@@ -35,7 +35,7 @@ from rl.reporting.html.overview import (
 )
 from rl.reporting.html.rollouts import format_json, open_token_texts, pack, pack_rollouts
 from rl.reporting.html.timeline import MAX_BLOCKS, pack_timeline
-from rl.utils.files import atomic_write
+from rl.utils.files import replace_file
 from rl.utils.processes import is_alive
 
 ROLLOUT_BYTES = 14_000_000
@@ -89,7 +89,7 @@ def write_report(
         "differences": compare_configs([run["config"] for run in shown]),
     }
     page = render(title=" and ".join(folders), report=report, blocks=blocks)
-    with atomic_write(file) as temporary:
+    with replace_file(file) as temporary:
         temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
     return shown
 
@@ -101,7 +101,7 @@ def _collect_run(
     data = read_run(folder)
     values = data.config.get("values") or {}
     findings = find(data)
-    found = bottleneck(typical(data.steps), values)
+    found = find_bottleneck(compute_typical_step(data.steps), values)
     states = list(read_states(folder / "logs"))
     # Without its process a controller that was killed would look like a running one.
     controller = next((s for s in states if s.role == "controller" and s.is_here), None)

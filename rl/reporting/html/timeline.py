@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from rl.observability.timeline import Span, kind_of, role_order
+from rl.observability.timeline import Span, find_kind, rank_role
 
 MAX_BLOCKS = 40_000
 """Blocks of a page; timeline.json has every span, for Perfetto."""
@@ -52,7 +52,7 @@ def pack_timeline(
         return {"lanes": [], "names": [], "steps": [], "events": [], "gap_s": 0, "length_s": 0}
     start_s = min([span.start_s for span in spans] + times)
     length_s = max([span.end_s for span in spans] + times) - start_s
-    lanes = _sort_into_lanes(span for span in spans if kind_of(span.name) != "step")
+    lanes = _sort_into_lanes(span for span in spans if find_kind(span.name) != "step")
     # Doubling needs 17 rounds at most, each of which is linear in the spans.
     gap_s = 0.0
     while True:
@@ -69,7 +69,7 @@ def pack_timeline(
         "steps": _list_steps(spans, start_s),
         "events": [_pack_event(event, start_s) for event in events],
         "lanes": [_pack_lane(lane, of_lane, names, start_s) for lane, of_lane in blocks.items()],
-        "names": [[name, kind_of(name)] for name in names],
+        "names": [[name, find_kind(name)] for name in names],
     }
 
 
@@ -93,7 +93,7 @@ def _sort_into_lanes(spans: Iterable[Span]) -> dict[tuple[str, int], list[Span]]
     lanes: dict[tuple[str, int], list[Span]] = defaultdict(list)
     for span in spans:
         lanes[span.role, span.rank].append(span)
-    ordered = sorted(lanes, key=lambda lane: (role_order(lane[0]), *lane))
+    ordered = sorted(lanes, key=lambda lane: (rank_role(lane[0]), *lane))
     return {lane: sorted(lanes[lane], key=attrgetter("start_s", "end_s")) for lane in ordered}
 
 

@@ -23,7 +23,7 @@ from rl.tinker.types import (
     UnsavedError,
 )
 from rl.tinker.wire.codec import PROTOBUF
-from rl.utils.printing import shortened
+from rl.utils.printing import truncate
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class Futures:
     ) -> None:
         """Fail a request with a text for the client, without paths or other internals."""
         if request.result is None:
-            error = shortened(error)
+            error = truncate(error)
             answer = wire.RequestFailedResponse(error=error, category=category)
             self._finish(request, _encode_json(answer, error))
 

@@ -38,8 +38,14 @@ from rl.tinker.types import (
     NotFoundError,
     UnsavedError,
 )
-from rl.utils.errors import disk_reason
-from rl.utils.files import atomic_write, make_folder, publish, remove_leftovers, temporary_folder
+from rl.utils.errors import describe_disk_error
+from rl.utils.files import (
+    make_folder,
+    make_temporary_folder,
+    publish,
+    remove_leftovers,
+    replace_file,
+)
 
 log = logging.getLogger(__name__)
 
@@ -306,7 +312,7 @@ class Storage:
         # Each save has a folder of its own: the old data stay readable until the record names the
         # new ones.
         data = file.with_name(f"{file.stem}@{uuid.uuid4().hex}")
-        with temporary_folder(data) as temporary:
+        with make_temporary_folder(data) as temporary:
             await write(temporary)
             record = describe(temporary, data.name)
             # Flushing the data to the disk takes long.
@@ -377,7 +383,7 @@ def _translate_disk_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UnsavedError(disk_reason(error), what=what) from error
+        raise UnsavedError(describe_disk_error(error), what=what) from error
 
 
 async def _remove(file: Path, record: CheckpointRecord) -> None:
@@ -400,7 +406,7 @@ async def _run_in_thread(function: Callable[..., object], *args: object) -> None
 
 def _write(path: Path, record: _Record) -> None:
     """Write a record so that a kill leaves the old file or the new one."""
-    with atomic_write(path) as temporary, temporary.open("w") as file:
+    with replace_file(path) as temporary, temporary.open("w") as file:
         file.write(record.model_dump_json(indent=2))
         file.flush()
         # Before the rename, or a crash of the machine may leave an empty record.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.observability.timeline import Span, kind_of
+from rl.observability.timeline import Span, find_kind
 from rl.reporting.html.timeline import pack_timeline
 
 
@@ -101,4 +101,4 @@ def test_each_span_has_a_kind():
         "evaluation after step 3": "evaluate",
         "setup": "setup", "something of a plugin": "other",
     }  # fmt: skip
-    assert {name: kind_of(name) for name in kinds} == kinds
+    assert {name: find_kind(name) for name in kinds} == kinds
