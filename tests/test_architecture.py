@@ -11,6 +11,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -20,7 +21,7 @@ import pytest
 
 from rl.models.spec import FAMILIES
 from tools.size import num_code_lines
-from tools.wording import bad_openings
+from tools.wording import bad_openings, functions_without_verb
 
 ROOT = Path(__file__).parent.parent
 Sources = Mapping[str, str]
@@ -63,6 +64,15 @@ TORCH_ONLY = (
 
 MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES = 500, 400, 60
 ANY_SIZE = ("tests/", "examples/")
+
+MIN_COMMENTS, MAX_COMPREHENSIONS, MIN_VERBS = 0.03, 15, 0.75
+"""Of a folder's lines, in 1,000 of its lines, and of the functions of the product."""
+MIN_LINES_OF_FOLDER = 200
+"""Smaller folders are not measured: a single line would decide."""
+UNDOCUMENTED_LINES = 8
+"""Longest class without a docstring."""
+PRIVATE_FILES = ("compat.py", "_private.py")
+"""Ends of the files that may use private names of other libraries."""
 
 GENERAL_FILES = ("errors.py", "messages.py", "limits.py")
 WELL_WORDED = ("actors", "benchmarks", "configs", "examples", "losses", "rl", "tools", "tests")
@@ -256,6 +266,95 @@ def oversized(sources: Sources) -> list[str]:
     return violations
 
 
+def undocumented(sources: Sources) -> list[str]:
+    """Return the classes of the product that need a docstring and have none."""
+    violations = []
+    for path, text in sources.items():
+        if path.partition("/")[0] not in LAYERS:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.ClassDef) or ast.get_docstring(node):
+                continue
+            if (node.end_lineno or node.lineno) - node.lineno >= UNDOCUMENTED_LINES:
+                violations.append(f"{path}:{node.lineno}: {node.name} has no docstring")
+    return violations
+
+
+def private_names(sources: Sources) -> list[str]:
+    """Return the uses of other libraries' private names outside of the files that are for them.
+
+    An attribute counts as another library's if no file of the tree defines or sets its name.
+    """
+    trees = {path: ast.parse(text) for path, text in sources.items()}
+    own = {name for tree in trees.values() for name in _defined_names(tree)}
+    violations = []
+    for path, tree in trees.items():
+        if path.partition("/")[0] not in LAYERS or path.endswith(PRIVATE_FILES):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and _is_private(node.attr):
+                if node.attr not in own and ast.unparse(node.value) not in ("self", "cls"):
+                    violations.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                violations += [
+                    f"{path}:{node.lineno}: {name}"
+                    for name in _imported_names(node)
+                    if name.partition(".")[0] not in (*LAYERS, *TOPS)
+                    and any(_is_private(part) for part in name.split("."))
+                ]
+    return violations
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _imported_names(node: ast.Import | ast.ImportFrom) -> list[str]:
+    base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+    return [f"{base}{alias.name}" for alias in node.names]
+
+
+def _defined_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def dense(sources: Sources) -> list[str]:
+    """Return the product's folders with too few comments or too many comprehensions."""
+    lines: Counter[str] = Counter()
+    comments: Counter[str] = Counter()
+    comprehensions: Counter[str] = Counter()
+    for path, text in sources.items():
+        folder = "/".join(path.split("/")[:-1][:2])
+        if folder.partition("/")[0] not in LAYERS:
+            continue
+        rows = text.splitlines()
+        lines[folder] += len(rows)
+        comments[folder] += sum(row.lstrip().startswith("#") for row in rows)
+        comprehensions[folder] += sum(isinstance(node, COMPREHENSIONS) for node in _nodes(text))
+    violations = []
+    for folder, total in lines.items():
+        if total < MIN_LINES_OF_FOLDER:
+            continue
+        if comments[folder] < MIN_COMMENTS * total:
+            violations.append(f"{folder}: {comments[folder]} comment lines of {total}")
+        if comprehensions[folder] > MAX_COMPREHENSIONS * total / 1000:
+            violations.append(f"{folder}: {comprehensions[folder]} comprehensions in {total} lines")
+    return violations
+
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def _nodes(text: str) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(text))
+
+
 # The tree
 
 
@@ -264,9 +363,19 @@ def tree() -> dict[str, str]:
     return read_tree(ROOT)
 
 
-@pytest.mark.parametrize(
-    "rule", [upward_arrows, cycles, misplaced_imports, repeated_names, oversized]
+RULES = (
+    upward_arrows,
+    cycles,
+    misplaced_imports,
+    repeated_names,
+    oversized,
+    undocumented,
+    private_names,
+    dense,
 )
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_tree_keeps_the_rule(tree, rule):
     assert rule(tree) == []
 
@@ -274,6 +383,16 @@ def test_tree_keeps_the_rule(tree, rule):
 def test_docstrings_name_their_subject():
     bad, total = bad_openings([ROOT / name for name in WELL_WORDED])
     assert len(bad) <= MAX_BAD_OPENINGS * total, bad
+
+
+def test_functions_are_named_by_verbs(tree):
+    without, total = [], 0
+    for path, text in tree.items():
+        if path.partition("/")[0] in LAYERS:
+            names, number = functions_without_verb(text)
+            without += [f"{path}:{name}" for name in names]
+            total += number
+    assert 1 - len(without) / total >= MIN_VERBS, without
 
 
 IMPORT_WITHOUT = """
@@ -318,50 +437,120 @@ def of_lines(head: str, num: int) -> str:
 @pytest.mark.parametrize(
     ("rule", "sources", "says"),
     [
-        (upward_arrows, {"losses/a.py": "import rl.types"},
-            "losses/a.py:1: losses.a -> rl.types: "),
-        (upward_arrows, {"rl/a.py": "def f():\n    from configs import tiny"}, "rl/a.py:2: rl.a -> "
-                                                                               "configs: "),
+        (
+            upward_arrows,
+            {"losses/a.py": "import rl.types"},
+            "losses/a.py:1: losses.a -> rl.types: ",
+        ),
+        (
+            upward_arrows,
+            {"rl/a.py": "def f():\n    from configs import tiny"},
+            "rl/a.py:2: rl.a -> configs: ",
+        ),
         (upward_arrows, {"rl/a.py": "import_module('actors.b')"}, "rl/a.py:1: rl.a -> actors.b: "),
-        (upward_arrows, {"configs/a.py": "from examples.x import x"},
-            ": configs.a -> examples.x: "),
-        (upward_arrows, {"actors/a.py": "from rl import train"}, ": actors.a -> rl.train: nothing "
-                                                                 "imports an entry"),
-        (upward_arrows, {"rl/train.py": "from actors.b import B"}, ": rl.train -> actors.b: "
-                                                                   "entries load these"),
-        (upward_arrows, {"rl/a.py": "if TYPE_CHECKING:\n    import actors.b"},
-            ": rl.a -> actors.b: "),
-        (misplaced_imports, {"actors/generator.py": "def f():\n    import vllm.config"},
-            "vllm is for actors/vllm/"),
-        (misplaced_imports, {"rl/models/a.py": "from torchao.float8 import x"},
-            "torchao is for rl/models/"),
+        (
+            upward_arrows,
+            {"configs/a.py": "from examples.x import x"},
+            ": configs.a -> examples.x: ",
+        ),
+        (
+            upward_arrows,
+            {"actors/a.py": "from rl import train"},
+            ": actors.a -> rl.train: nothing imports an entry",
+        ),
+        (
+            upward_arrows,
+            {"rl/train.py": "from actors.b import B"},
+            ": rl.train -> actors.b: entries load these",
+        ),
+        (
+            upward_arrows,
+            {"rl/a.py": "if TYPE_CHECKING:\n    import actors.b"},
+            ": rl.a -> actors.b: ",
+        ),
+        (
+            misplaced_imports,
+            {"actors/generator.py": "def f():\n    import vllm.config"},
+            "vllm is for actors/vllm/",
+        ),
+        (
+            misplaced_imports,
+            {"rl/models/a.py": "from torchao.float8 import x"},
+            "torchao is for rl/models/",
+        ),
         (misplaced_imports, {"losses/a.py": "import numpy"}, "losses import torch only, not numpy"),
-        (misplaced_imports, {"actors/a.py": "def f():\n    import rl.models.qwen3_moe"},
-            "is a model family"),
-        (misplaced_imports, {"rl/models/qwen3_moe.py": "from rl.models import qwen3"},
-            "is a model family"),
-        (cycles, {"rl/a.py": "import rl.b", "rl/b.py": "def f():\n    from rl import a",
-            "rl/d.py": "import rl.a"},
-         "rl.a -> rl.b -> rl.a"),
-        (cycles, {"rl/p/__init__.py": "from rl.p.a import x", "rl/p/a.py": "import rl.q",
-            "rl/q.py": "import rl.p.b"},
-         "rl.p.a"),
-        (cycles, {"rl/a.py": "if TYPE_CHECKING:\n    import rl.b", "rl/b.py": "import rl.a"},
-            "rl.a -> rl.b -> rl.a"),
+        (
+            misplaced_imports,
+            {"actors/a.py": "def f():\n    import rl.models.qwen3_moe"},
+            "is a model family",
+        ),
+        (
+            misplaced_imports,
+            {"rl/models/qwen3_moe.py": "from rl.models import qwen3"},
+            "is a model family",
+        ),
+        (
+            cycles,
+            {
+                "rl/a.py": "import rl.b",
+                "rl/b.py": "def f():\n    from rl import a",
+                "rl/d.py": "import rl.a",
+            },
+            "rl.a -> rl.b -> rl.a",
+        ),
+        (
+            cycles,
+            {
+                "rl/p/__init__.py": "from rl.p.a import x",
+                "rl/p/a.py": "import rl.q",
+                "rl/q.py": "import rl.p.b",
+            },
+            "rl.p.a",
+        ),
+        (
+            cycles,
+            {"rl/a.py": "if TYPE_CHECKING:\n    import rl.b", "rl/b.py": "import rl.a"},
+            "rl.a -> rl.b -> rl.a",
+        ),
         (repeated_names, {"rl/a.py": CLASS, "actors/b.py": CLASS}, "Place: actors/b.py, rl/a.py"),
-        (repeated_names, {"rl/errors.py": "", "rl/x/errors.py": ""}, "errors.py: rl/errors.py, "
-                                                                     "rl/x/errors.py"),
+        (
+            repeated_names,
+            {"rl/errors.py": "", "rl/x/errors.py": ""},
+            "errors.py: rl/errors.py, rl/x/errors.py",
+        ),
         (oversized, {"rl/a.py": of_lines("def f():", 61)}, "61 lines, at most 60"),
         (oversized, {"rl/a.py": of_lines("async def f():", 61)}, "61 lines, at most 60"),
         (oversized, {"rl/a.py": of_lines("class A:", 401)}, "401 lines, at most 400"),
-        (oversized, {"rl/a.py": of_lines("if True:", 501), "tests/a.py": of_lines("if True:", 501)},
-         "rl/a.py: 501 lines, at most 500"),
+        (
+            oversized,
+            {"rl/a.py": of_lines("if True:", 501), "tests/a.py": of_lines("if True:", 501)},
+            "rl/a.py: 501 lines, at most 500",
+        ),
+        (undocumented, {"rl/a.py": of_lines("class A:", 9)}, "rl/a.py:1: A has no docstring"),
+        (private_names, {"rl/a.py": "from torch._C import x"}, "rl/a.py:1: torch._C.x"),
+        (private_names, {"rl/a.py": "tensor._local"}, "rl/a.py:1: tensor._local"),
+        (
+            private_names,
+            {"actors/a.py": "import vllm\nvllm.a._b.c", "actors/compat.py": "a._b"},
+            "actors/a.py:2: vllm.a._b",
+        ),
+        (dense, {"rl/b/a.py": of_lines("if True:", 300)}, "rl/b: 0 comment lines of 300"),
+        (
+            dense,
+            {"rl/b/a.py": "[x for x in y]\n" * 6 + "# why\n" * 300},
+            "rl/b: 6 comprehensions in 306 lines",
+        ),
     ],
-)  # fmt: skip
+)
 def test_violation_is_caught(rule, sources, says):
     assert rule(TREE) == []
     (violation,) = rule({**TREE, **sources})
     assert says in violation
+
+
+def test_function_without_a_verb_is_caught():
+    text = "def load(): ...\nclass A:\n    def _opened(self): ...\n    def __len__(self): ..."
+    assert functions_without_verb(text) == (["3 _opened"], 2)
 
 
 def test_bad_opening_of_a_docstring_is_caught(tmp_path):
