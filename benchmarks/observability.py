@@ -85,8 +85,8 @@ class SwitchedRecorder(Recorder):
 
     is_on = True
 
-    def recorded_ids(self, groups: Sequence[Group]) -> list[RolloutId]:
-        return super().recorded_ids(groups) if self.is_on else []
+    def choose_ids(self, groups: Sequence[Group]) -> list[RolloutId]:
+        return super().choose_ids(groups) if self.is_on else []
 
     def step(self, *args: Any) -> None:
         if self.is_on:

@@ -47,7 +47,7 @@ ALLOWED_IN = {
     "torchao": ("rl/models/converters", "rl/models/float8"),
     "fastapi": ("rl/tinker/",),
     "starlette": ("rl/tinker/",),
-    "uvicorn": ("rl/tinker/serving.py", "rl/tinker/connections.py"),
+    "uvicorn": ("rl/tinker/serving.py",),
     "tensorboard": ("rl/observability/loggers.py",),
     "wandb": ("rl/observability/loggers.py", "rl/observability/sinks.py"),
     "trackio": ("rl/observability/loggers.py", "rl/observability/sinks.py"),
@@ -62,11 +62,13 @@ TORCH_ONLY = (
     "rl/tasks/generated.py", "rl/tasks/sum_digits.py",
 )  # fmt: skip
 
-MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES = 500, 400, 60
+MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES = 550, 400, 60
 ANY_SIZE = ("tests/", "examples/")
 
 MIN_COMMENTS, MAX_COMPREHENSIONS, MIN_VERBS = 0.03, 15, 0.75
-"""Of a folder's lines, in 1,000 of its lines, and of the functions of the product."""
+"""Of the product: comment lines, comprehensions in 1,000 lines, functions named by a verb."""
+MIN_COMMENTS_OF_FOLDER, MAX_COMPREHENSIONS_OF_FOLDER = 0.02, 45
+"""The same of each folder: a report that describes data has more comprehensions than a loop."""
 MIN_LINES_OF_FOLDER = 200
 """Smaller folders are not measured: a single line would decide."""
 UNDOCUMENTED_LINES = 8
@@ -337,13 +339,18 @@ def dense(sources: Sources) -> list[str]:
         lines[folder] += len(rows)
         comments[folder] += sum(row.lstrip().startswith("#") for row in rows)
         comprehensions[folder] += sum(isinstance(node, COMPREHENSIONS) for node in _nodes(text))
+    for counts in (lines, comments, comprehensions):
+        counts["product"] = counts.total()
     violations = []
     for folder, total in lines.items():
         if total < MIN_LINES_OF_FOLDER:
             continue
-        if comments[folder] < MIN_COMMENTS * total:
+        fewest, most = MIN_COMMENTS_OF_FOLDER, MAX_COMPREHENSIONS_OF_FOLDER
+        if folder == "product":
+            fewest, most = MIN_COMMENTS, MAX_COMPREHENSIONS
+        if comments[folder] < fewest * total:
             violations.append(f"{folder}: {comments[folder]} comment lines of {total}")
-        if comprehensions[folder] > MAX_COMPREHENSIONS * total / 1000:
+        if comprehensions[folder] > most * total / 1000:
             violations.append(f"{folder}: {comprehensions[folder]} comprehensions in {total} lines")
     return violations
 
@@ -523,8 +530,8 @@ def of_lines(head: str, num: int) -> str:
         (oversized, {"rl/a.py": of_lines("class A:", 401)}, "401 lines, at most 400"),
         (
             oversized,
-            {"rl/a.py": of_lines("if True:", 501), "tests/a.py": of_lines("if True:", 501)},
-            "rl/a.py: 501 lines, at most 500",
+            {"rl/a.py": of_lines("if True:", 551), "tests/a.py": of_lines("if True:", 551)},
+            "rl/a.py: 551 lines, at most 550",
         ),
         (undocumented, {"rl/a.py": of_lines("class A:", 9)}, "rl/a.py:1: A has no docstring"),
         (private_names, {"rl/a.py": "from torch._C import x"}, "rl/a.py:1: torch._C.x"),
@@ -534,11 +541,15 @@ def of_lines(head: str, num: int) -> str:
             {"actors/a.py": "import vllm\nvllm.a._b.c", "actors/compat.py": "a._b"},
             "actors/a.py:2: vllm.a._b",
         ),
-        (dense, {"rl/b/a.py": of_lines("if True:", 300)}, "rl/b: 0 comment lines of 300"),
+        (
+            dense,
+            {"rl/b/a.py": of_lines("if True:", 299) + "\n# why" * 8},
+            "product: 8 comment lines of 307",
+        ),
         (
             dense,
             {"rl/b/a.py": "[x for x in y]\n" * 6 + "# why\n" * 300},
-            "rl/b: 6 comprehensions in 306 lines",
+            "product: 6 comprehensions in 306 lines",
         ),
     ],
 )

@@ -356,7 +356,7 @@ class Launcher:
                 return
 
     def _note_fault(self, failure: MeshFailure) -> None:
-        """Keep how a process has ended for `with_signal`, and log the failure."""
+        """Keep how a process has ended for `add_signal`, and log the failure."""
         report = failure.report()
         end = end_of_process(report)
         if end is not None:

@@ -316,7 +316,7 @@ class Loop(Configurable):
         self, step: int, batch: Batch, training: TrainingBatch, *, on_policy: bool
     ) -> list[TrainedMinibatch]:
         """Update the weights once for each minibatch, and record the rollouts."""
-        recorded = set() if self.recorder is None else set(self.recorder.recorded_ids(batch.groups))
+        recorded = set() if self.recorder is None else set(self.recorder.choose_ids(batch.groups))
         logprobs: dict[RolloutId, np.ndarray] = {}
         trained: list[TrainedMinibatch] = []
 

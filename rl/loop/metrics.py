@@ -39,7 +39,7 @@ class StepClock:
 
     Example:
         clock.start()
-        batch = await producer.next_batch()
+        batch = await producer.take_batch()
         clock.split_batch_wait(batch)  # generate 1.10 s, score 0.02 s
         await trainer.forward_backward(samples)
         clock.lap("train")             # train 0.80 s

@@ -24,7 +24,7 @@ class StopRequest:
     Example:
         signal.signal(signal.SIGINT, lambda *_: stop.ask() or sys.exit(130))
         with stop.listen(lambda: "saving step 41, then ending"):
-            batch = await stop.run_until_stop(producer.next_batch())
+            batch = await stop.run_until_stop(producer.take_batch())
     """
 
     def __init__(self) -> None:

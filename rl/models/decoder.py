@@ -467,8 +467,8 @@ class OffsetRMSNorm(nn.RMSNorm):
 def take_part(model: Decoder, modules: Collection[str]) -> Decoder:
     """Return a model with only some of the modules, which it shares with `model`.
 
-    The names are those of `module_names`: embed_tokens, layers.0, ..., norm, lm_head. The other
-    modules pass on what they are given.
+    The names are those of `list_module_names`: embed_tokens, layers.0, ..., norm, lm_head. The
+    other modules pass on what they are given.
     """
     part = copy.copy(model)
     # A copied module shares the dicts of its submodules and hooks with the original.

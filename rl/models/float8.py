@@ -247,7 +247,7 @@ def _have_part(names: Iterable[str], part: str) -> bool:
 
 
 def multiply_groups_in_float8(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
-    """Return `grouped_linear` in float8, by torchao's kernels on a GPU, which have results in
+    """Return `multiply_groups` in float8, by torchao's kernels on a GPU, which have results in
     bfloat16.
 
     The kernels need a multiple of 16 rows in each group, and not zero. Rows of zeros are put after
@@ -280,13 +280,15 @@ def multiply_groups_in_float8(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) 
 
 
 def emulate_groups_in_float8(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
-    """Return `grouped_linear` of factors rounded to float8; the gradients are such products too."""
+    """Return `multiply_groups` of factors rounded to float8; the gradients are such products
+    too.
+    """
     product: Tensor = _EmulatedGroupedLinear.apply(x_SE, weight_NFE, ends_N)
     return product
 
 
 class _EmulatedGroupedLinear(torch.autograd.Function):
-    """`grouped_linear` with factors rounded to float8 in the forward and in both gradients."""
+    """`multiply_groups` with factors rounded to float8 in the forward and in both gradients."""
 
     @staticmethod
     def forward(ctx: Any, x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:

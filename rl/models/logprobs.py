@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens, as the `head` of `Decoder.forward`.
 
-    head = functools.partial(token_logprobs, targets_T=targets, temperatures_T=temperatures)
+    head = functools.partial(compute_token_logprobs, targets_T=targets, temperatures_T=temperatures)
     logprobs_T, entropy_T = model(tokens, positions=positions, sequences=layout, head=head)
 
 Under tensor parallelism each rank holds the logits of its part of the vocabulary. Maximum, sum of
@@ -66,7 +66,7 @@ def compute_token_logprobs(
         chunk_tokens: largest number of tokens whose logits exist at once; the backward recomputes
             them.
         loss_parallel: keep each rank's part of the vocabulary; False gathers the head's weight.
-        chunk_logprobs: a compiled form of `logprobs_of_chunk`.
+        chunk_logprobs: a compiled form of `compute_chunk_logprobs`.
         entropy_gradient: give the entropy a gradient, which may cost memory in the backward.
 
     Returns:
@@ -156,7 +156,7 @@ def compute_chunk_logprobs(
     shard: VocabularyShard | None,
     entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `token_logprobs` from plain tensors in one chunk."""
+    """Compute `compute_token_logprobs` from plain tensors in one chunk."""
     logits_CV = F.linear(hidden_CE, weight)
     # Our own functions save memory. A compiler saves it too, and sees through PyTorch's alone.
     if shard is not None or not (entropy_gradient or torch.compiler.is_compiling()):

@@ -70,7 +70,7 @@ def count_work(model: Decoder.Config, *, converted: nn.Module | None = None) -> 
             the plain model.
 
     Example:
-        >>> work = model_work(model_spec("qwen3", "0.6B").model)
+        >>> work = count_work(model_spec("qwen3", "0.6B").model)
         >>> work.parameters
         596049920
     """

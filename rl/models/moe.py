@@ -256,7 +256,7 @@ def multiply_groups(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
         Rows 0 and 1 belong to the first of two groups, row 2 to the second:
 
         >>> weight_NFE = torch.stack((torch.eye(2), 10 * torch.eye(2)))
-        >>> grouped_linear(torch.ones(3, 2), weight_NFE, torch.tensor([2, 3]))
+        >>> multiply_groups(torch.ones(3, 2), weight_NFE, torch.tensor([2, 3]))
         tensor([[ 1.,  1.],
                 [ 1.,  1.],
                 [10., 10.]])
@@ -268,7 +268,7 @@ def multiply_groups(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
 
 
 def multiply_in_one_kernel(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
-    """Compute `grouped_linear` with PyTorch's grouped product.
+    """Compute `multiply_groups` with PyTorch's grouped product.
 
     Widths that the product does not take are padded with zeros.
     """

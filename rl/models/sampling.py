@@ -83,7 +83,7 @@ def process_logits(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
 
     Example:
         >>> logits = torch.tensor([[2.0, 1.0, 0.0]])
-        >>> processed_logprobs(logits, SamplingParams(max_tokens=1, top_k=2)).exp()
+        >>> process_logits(logits, SamplingParams(max_tokens=1, top_k=2)).exp()
         tensor([[0.7311, 0.2689, 0.0000]])
     """
     logits_BV = logits_BV.float()

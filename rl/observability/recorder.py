@@ -136,7 +136,7 @@ class Recorder:
         self.path = path
         self.config = config
 
-    def recorded_ids(self, groups: Sequence[Group]) -> list[RolloutId]:
+    def choose_ids(self, groups: Sequence[Group]) -> list[RolloutId]:
         """Return the ids of the rollouts whose tokens `step` will record."""
         if not (self.config.enable and self.config.tokens):
             return []

@@ -75,7 +75,7 @@ def find_kind(name: str) -> str:
     """Return the kind of the spans of this name; `other` if no pattern matches.
 
     Example:
-        >>> kind_of("optim_step")
+        >>> find_kind("optim_step")
         'optim'
     """
     for kind, pattern in _KINDS.items():

@@ -253,7 +253,8 @@ class OverlongPunishment:
 
 @dataclass(kw_only=True, slots=True)
 class KLReward:
-    """Penalty on the reward of each token: coef times `kl_penalty` of the generator's logprobs.
+    """Penalty on the reward of each token: coef times `compute_kl_penalty` of the generator's
+    logprobs.
 
     Ouyang et al., "Training language models to follow instructions with human feedback" (arXiv
     2203.02155), section 3.4, token by token.

@@ -1,9 +1,9 @@
 """Groups of rollouts, produced ahead of the steps that train on them.
 
-    problems -> start (as the staleness bound allows) -> worker -> drop or keep -> next_batch
+    problems -> start (as the staleness bound allows) -> worker -> drop or keep -> take_batch
 
-New groups start after `serve` (newer weights), after `next_batch` (places of a taken batch), and
-after a dropped group. `next_batch` waits for finished groups, or for an error of any of them.
+New groups start after `serve` (newer weights), after `take_batch` (places of a taken batch), and
+after a dropped group. `take_batch` waits for finished groups, or for an error of any of them.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class RolloutProducer:
         self._start_groups()
 
     def fail(self, error: BaseException) -> None:
-        """Let `next_batch` raise this error."""
+        """Let `take_batch` raise this error."""
         self._error = self._error or error
         self._changed.set()
 
@@ -223,7 +223,7 @@ class RolloutProducer:
                     )
                 )
             raise
-        except Exception as error:  # noqa: BLE001  (raised by `next_batch`)
+        except Exception as error:  # noqa: BLE001  (raised by `take_batch`)
             self.fail(error)
 
     def _record(self, group: Group) -> None:

@@ -162,7 +162,7 @@ def cut(sample: TrainingSample, *, max_tokens: int) -> TrainingSample:
 async def make_sample_of_demonstration(
     problem: Problem, environments: Environments, *, renderer: Renderer
 ) -> TrainingSample:
-    """Return the conversation of `demonstrated_rollout` as a sample with advantage one.
+    """Return the conversation of `play_demonstration` as a sample with advantage one.
 
     Raises as that does.
     """

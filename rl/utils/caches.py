@@ -1,7 +1,7 @@
 """Folders for compiled code that no other user of the machine can write.
 
 PyTorch keeps compiled kernels under a name in /tmp that anybody can guess, and imports what it
-finds there: who makes that folder first runs code as this user. `settle_caches` points the
+finds there: who makes that folder first runs code as this user. `ensure_private_caches` points the
 libraries at folders under ~/.cache/relay before they are asked for one. What the user has set
 stays.
 """

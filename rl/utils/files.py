@@ -1,6 +1,6 @@
 """Files and folders that appear whole or not at all, and folders that only one process uses.
 
-`atomic_write` and `atomic_folder` write under a temporary name and rename at the end, so a full
+`replace_file` and `publish_folder` write under a temporary name and rename at the end, so a full
 disk or a killed process never leaves half of anything under the final name. Locks are held by the
 kernel for a living process (`filelock`), hence a killed process releases them.
 """
@@ -45,7 +45,7 @@ def replace_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` at the end; an error leaves `path` as it is.
 
     Example:
-        >>> with atomic_write(Path("config.json")) as temporary:
+        >>> with replace_file(Path("config.json")) as temporary:
         ...     temporary.write_text("{}")
     """
     temporary = path.with_name(f"{path.name}{TMP_SUFFIX}")
@@ -109,7 +109,7 @@ def remove_leftovers(parent: Path) -> None:
 def publish(temporary: Path, path: Path) -> None:
     """Flush a temporary folder to disk, then rename it to `path`.
 
-    Raises FileExistsError as `atomic_folder`.
+    Raises FileExistsError as `publish_folder`.
     """
     # Before the rename, or a power cut could leave the name with empty files.
     for file in (*temporary.rglob("*"), temporary):

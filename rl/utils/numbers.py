@@ -58,7 +58,7 @@ MAGNITUDE = (
     r"|(?<![\w.)\]}])\.[0-9]++"
     f"){_EXPONENT}"
 )
-"""Regular expression, without groups, of a number without a sign in a text of `with_ascii_digits`.
+"""Regular expression, without groups, of a number without a sign in a text of `convert_digits`.
 """
 _SIGN = (
     r"(?:(?<![-+\w)\]}%\u00b0])[-+]"

@@ -52,7 +52,7 @@ def make_loopback_exemption(environment: Mapping[str, str]) -> dict[str, str]:
     None are needed without a proxy.
 
     Example:
-        >>> loopback_exemption({"http_proxy": "http://proxy:3128", "no_proxy": "intranet"})
+        >>> make_loopback_exemption({"http_proxy": "http://proxy:3128", "no_proxy": "intranet"})
         {'no_proxy': 'intranet,localhost,127.0.0.1,::1,0.0.0.0', 'NO_PROXY': 'intranet,...'}
     """
     if not any(_is_proxy(name, value) for name, value in environment.items()):

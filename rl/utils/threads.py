@@ -151,7 +151,7 @@ async def gather_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     the error is raised as it is, not in an ExceptionGroup.
 
     Example:
-        >>> await all_or_cancel([asyncio.sleep(0, "a"), asyncio.sleep(0, "b")])
+        >>> await gather_or_cancel([asyncio.sleep(0, "a"), asyncio.sleep(0, "b")])
         ['a', 'b']
     """
     # Not a TaskGroup: on Python 3.11 an error in it leaves a cancellation of the caller behind, and

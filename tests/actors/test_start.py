@@ -48,7 +48,7 @@ class UnluckyStarter(RoleStarter):
     def __init__(
         self, tmp_path: Any, *, num_losses: dict[str, int], start_s: float = 1.0, **recovery: Any
     ) -> None:
-        launcher: Any = SimpleNamespace(in_background=None, end_lost=self._end_lost)
+        launcher: Any = SimpleNamespace(run_in_background=None, end_lost=self._end_lost)
         config = replace(CONFIG, recovery=RecoveryConfig(**({"pause_s": 0.0} | recovery)))
         super().__init__(
             config=config,
@@ -175,7 +175,7 @@ def test_processes_of_a_role_are_searched_until_all_are_found(monkeypatch):
 
     async def wait():
         launcher: Any = SimpleNamespace(
-            _list_parents=lambda at: [1], hosts=None, with_signal=lambda error: error
+            _list_parents=lambda at: [1], hosts=None, add_signal=lambda error: error
         )
         answer = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(0.05, answer.set_result, "all there")

@@ -76,9 +76,7 @@ def test_run_has_one_temporary_folder_which_goes(parent):
 def test_folder_and_processes_of_a_killed_run_are_removed(parent):
     def be_killed():
         with cleanup.guard_temporary_files():
-            left = subprocess.Popen(
-                ["sleep", "600"], env={**os.environ, RUN_VARIABLE: cleanup.RUN}
-            )
+            left = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_VARIABLE: cleanup.RUN})
             tempfile.mkdtemp()
             (parent / "pid").write_text(str(left.pid))
             os.kill(os.getpid(), signal.SIGKILL)

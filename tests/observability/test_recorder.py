@@ -121,11 +121,11 @@ def test_recorded_ids_are_those_of_the_recorded_rollouts(tmp_path):
         group("c", score(0.0, failure="raised"), score(), score()),
     ]
     # Indices count the scored rollouts of a group only.
-    assert recorder(tmp_path, num_groups=1).recorded_ids(groups) == [(0, 0), (0, 1), (1, 1)]
+    assert recorder(tmp_path, num_groups=1).choose_ids(groups) == [(0, 0), (0, 1), (1, 1)]
     every = [(group, index) for group in range(3) for index in range(2)]
-    assert recorder(tmp_path, num_groups=None).recorded_ids(groups) == every
+    assert recorder(tmp_path, num_groups=None).choose_ids(groups) == every
     for nothing in ({"num_groups": 0}, {"tokens": False}, {"enable": False}):
-        assert recorder(tmp_path, **nothing).recorded_ids(groups) == []
+        assert recorder(tmp_path, **nothing).choose_ids(groups) == []
 
 
 def test_first_groups_and_failures_are_recorded(tmp_path):

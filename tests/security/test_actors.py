@@ -193,10 +193,6 @@ def test_a_required_network_namespace_that_is_not_permitted_stops_the_start(not_
         ValueError, match=r"launch\.isolate_network=True: the system does not permit it"
     ):
         isolate(LaunchConfig(isolate_network=True), needs_network=None)
-    with pytest.raises(
-        ValueError, match="isolate_network=True with hosts='slurm': must be None or False"
-    ):
-        LaunchConfig(isolate_network=True, hosts="slurm")
 
 
 def test_a_judge_in_reward_actors_keeps_the_network_and_its_key(not_permitted, monkeypatch):

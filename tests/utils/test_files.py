@@ -44,8 +44,8 @@ def test_leftovers_of_killed_processes_are_removed_and_folders_in_use_are_kept(t
     code = """
 import os, sys
 from pathlib import Path
-from rl.utils.files import temporary_folder
-with temporary_folder(Path(sys.argv[1]) / "killed"):
+from rl.utils.files import make_temporary_folder
+with make_temporary_folder(Path(sys.argv[1]) / "killed"):
     os._exit(1)
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
