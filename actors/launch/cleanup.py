@@ -151,10 +151,14 @@ def free_port() -> int:
             return port
 
 
+TREE = Path(__file__).resolve().parents[2]
+"""Folder of the packages `actors` and `rl`."""
+
+
 def import_path() -> str:
     """Return a PYTHONPATH with which actors can import what the controller can."""
     paths = []
-    for path in (os.getcwd(), str(Path(__file__).resolve().parent.parent), *sys.path):
+    for path in (os.getcwd(), str(TREE), *sys.path):
         # An actor's interpreter, maybe of another installation, has its own packages.
         is_own = path.startswith((sys.prefix, sys.base_prefix))
         if path and not is_own and path not in paths:
