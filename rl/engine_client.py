@@ -1,9 +1,9 @@
 """Methods of a training engine for its callers, written once for all places where it may run.
 
-    class                         how `call_engine` gets to the engine
+    class                                 how `call_engine` gets to the engine
     actors.cluster.clients.TrainerClient  calls the endpoint of that name on all ranks of a trainer
-    actors.trainer.PolicyTrainer  in the actor, behind that endpoint: the engine's thread
-    rl.local.LocalBackend         a thread of this process
+    actors.trainer.PolicyTrainer          in the actor, behind that endpoint: the engine's thread
+    rl.local.LocalBackend                 a thread of this process
 
 To follow a call, open the method of `TrainingEngine` that it names.
 """

@@ -510,7 +510,7 @@ class PublishResult:
     pull_s: float
     parity_diff: float | None = None
     parity_s: float = 0.0
-    """Seconds of the parity check, as in `ServeResult`; not part of `pull_s`."""
+    """Seconds of the parity check, as in `PullResult`; not part of `pull_s`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

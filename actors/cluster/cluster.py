@@ -7,7 +7,7 @@
     ...
     await cluster.close()
 
-`launch.supervised` ends the processes that are left after an error or after `close`.
+`launcher.supervise` ends the processes that are left after an error or after `close`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Processes of a run: their start and their end.
 
-    async with supervised() as launcher:
+    async with supervise() as launcher:
         role = await launcher.spawn_role(Placement(role="trainer", num_procs=2))
         await setup_process_group_env(role)
         trainer = role.mesh.spawn("trainer", PolicyTrainer, ...)
         ...
 
-`supervised` stops every role that is left, whether the code returned, raised, or was ended by
+`supervise` stops every role that is left, whether the code returned, raised, or was ended by
 Ctrl-C, SIGTERM or SIGHUP. If the controller itself is killed, the kernel kills the actor processes
 (Monarch sets their parent-death signal).
 """
@@ -454,7 +454,7 @@ async def supervise(*, stop: StopRequest | None = None) -> AsyncIterator[Launche
 def run(
     main: Callable[[Launcher], Coroutine[Any, Any, T]], *, stop: StopRequest | None = None
 ) -> T:
-    """Run a controller's coroutine with a launcher, under `supervised`."""
+    """Run a controller's coroutine with a launcher, under `supervise`."""
 
     async def body() -> T:
         async with supervise(stop=stop) as launcher:

@@ -68,7 +68,7 @@ def draw_uniforms(seed: int, count: int) -> Tensor:
     Example:
         A longer completion begins with the numbers of a shorter one:
 
-        >>> torch.equal(uniforms(7, 4)[:2], uniforms(7, 2))
+        >>> torch.equal(draw_uniforms(7, 4)[:2], draw_uniforms(7, 2))
         True
     """
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -282,8 +282,8 @@ class Bottleneck:
     """Part of a step that takes the most time.
 
     Example:
-        >>> bottleneck({"time/step_s": 10.0, "time/score_s": 9.0}, {"reward": {"num_procs": 1}})
-        Bottleneck(sentence='Scoring takes 90% of a step: ...', setting='--reward.num_procs 2')
+        >>> find_bottleneck({"time/step_s": 10.0, "time/score_s": 9.0})
+        Bottleneck(sentence="Scoring takes 90% of a step: ...", setting="--reward.num_procs 2")
     """
 
     sentence: str
@@ -307,7 +307,8 @@ def compute_typical_step(records: Sequence[Mapping[str, float]]) -> dict[str, fl
 
 
 def find_bottleneck(record: Mapping[str, float], config: Config | None = None) -> Bottleneck | None:
-    """Return the bottleneck of a step's record, or of `typical`; None if the record has no times.
+    """Return the bottleneck of a step's record, or of `compute_typical_step`; None if the record
+    has no times.
 
     Without the run's config the advice may be a setting that the run has.
     """

@@ -240,7 +240,7 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: Path, *, checkpoints: Path | None = None) -> RunFolder:
-        """Lock the folder, to continue its run after `reopen`.
+        """Lock the folder, to continue its run after `resume_writing`.
 
         Raises ValueError if it is not the folder of a run, or its run goes on.
         """

@@ -1,7 +1,7 @@
 """Metrics of a run beside metrics.jsonl: the console, TensorBoard, Weights & Biases and trackio.
 
     async with open_sinks(SinksConfig(), folder=folder, title="try-1", num_steps=80) as sinks:
-        with MetricsWriter(folder / METRICS) as metrics, sinks.attempt():
+        with MetricsWriter(folder / METRICS) as metrics, sinks.show_attempt():
             loop = config.loop.build(sinks=[metrics, sinks], watch=sinks.console.watch, ...)
             await loop.run()
 

@@ -217,7 +217,7 @@ async def play_demonstration(
 def make_demonstration_samples_now(
     problems: Iterable[Problem], environments: Environments, *, renderer: Renderer
 ) -> list[TrainingSample]:
-    """Return `demonstrated` of each problem, for code that cannot await."""
+    """Return `make_sample_of_demonstration` of each problem, for code that cannot await."""
     return [
         run_now(make_sample_of_demonstration(problem, environments, renderer=renderer))
         for problem in problems

@@ -17,7 +17,7 @@ class BusyClock:
 
     Example:
         >>> clock = BusyClock()
-        >>> with clock.active(), clock.active():
+        >>> with clock.measure(), clock.measure():
         ...     await asyncio.sleep(0.5)
         >>> round(clock.total_s(), 1)
         0.5

@@ -66,7 +66,7 @@ class Shareable:
     """Base of a frozen, slotted dataclass of which each user gets a private copy.
 
     Example:
-        >>> mine = problem.private()
+        >>> mine = problem.make_private()
         >>> mine.data["questions"].pop()   # changes no other user's data
 
     A private copy has the same immutable fields. Other fields are copied when they are first read,

@@ -54,7 +54,7 @@ config = SinksConfig(console=ConsoleConfig(style="off"), wandb=wandb, close_s=cl
 
 async def run():
     async with open_sinks(config, folder=folder, title="try-1", num_steps=9) as sinks:
-        with MetricsWriter(folder / METRICS) as metrics, sinks.attempt():
+        with MetricsWriter(folder / METRICS) as metrics, sinks.show_attempt():
             for record in records:
                 metrics.write(record)
                 sinks.write(record)
