@@ -111,7 +111,6 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             "this process runs actors already: leave the block of the other run first"
         )
     allow_loopback()
-    check_fields(config)  # a script may have edited it
     config = fit_to_devices(config, num_gpus=count_gpus())
     source = ResolvedRun(module="script", function="open_run", config=config)
     with open_folder(config, source=source) as (folder, plan):
@@ -132,6 +131,7 @@ def open_folder(config: RunConfig, *, source: ResolvedRun) -> Iterator[tuple[Run
             written, except that a checkpoint folder outside of the run's folder was made and has a
             lock file.
     """
+    check_fields(config)  # a script may have edited it
     # A resumed run's folder is locked before its checkpoints are read, a new one made after all
     # checks.
     open_planned = _create_folder if source.resumes is None else _resume_folder

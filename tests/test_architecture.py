@@ -41,7 +41,7 @@ TOPS = ("examples", "benchmarks", "tests", "tools")
 
 ALLOWED_IN = {
     "monarch": ("actors/", "rl/weights/"),
-    "torchstore": ("rl/weights/",),
+    "torchstore": (),
     "vllm": ("actors/vllm/",),
     "tyro": ("rl/config/cli.py",),
     "torchao": ("rl/models/converters", "rl/models/float8"),

@@ -83,7 +83,9 @@ def functions_without_verb(source: str) -> tuple[list[str], int]:
     """
     without, total = [], 0
     tree = ast.parse(source)
-    for owner in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
+    owners: list[ast.Module | ast.ClassDef] = [tree]
+    owners += [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for owner in owners:
         for node in owner.body:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue

@@ -175,6 +175,8 @@ class ActorGroup:
             self.lose(error, mesh=call.mesh)
             raise
         except EngineFailedError as error:
+            if self.start is None:
+                raise  # Nothing could replace it: the engine's own words are the best ones.
             # The process lives, but nothing is left in it that could answer another call.
             lost = ActorLostError(f"{self.name}: {error}", role=self.name)
             self.lose(lost, mesh=call.mesh)

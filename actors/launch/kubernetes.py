@@ -56,7 +56,7 @@ def make_job(
 ) -> PodsOfRun:
     """Return the job of these groups of hosts; it is not yet applied."""
     config = launch.kubernetes
-    assert config.image is not None, "refused by LaunchConfig"
+    assert config.image is not None, "refused by rl/run_rules.py"
     job = PodsOfRun(config=config, timeout_s=launch.start_timeout_s)
     for group, num_hosts in groups.items():
         resources: dict[str, Any] = {}

@@ -86,7 +86,7 @@ def show_progress(
 ) -> Iterator[Callable[..., None]]:
     """Print the progress of an operation, at most one line every `interval_s`.
 
-        with progress("warm-up", total=150) as advance:
+        with show_progress("warm-up", total=150) as advance:
             for loss in ...:
                 advance(note=f"loss {loss:.3f}")
 

@@ -373,6 +373,11 @@ def _choose_advice(
         because = "reward functions are slow; more processes score in parallel"
         return because, _format_double(config, "reward.num_procs")
     if part == "publish":
+        if _is_overlap_possible(record, config):
+            because = (
+                "with generation one step ahead, weights are transferred during the next gradient"
+            )
+            return because, "--loop.max_off_policy_steps 1"
         return "more threads copy more at once", _format_double(config, "weights.num_threads")
     if part == "train":
         return _choose_train_advice(record, config, is_near=is_near)

@@ -21,7 +21,7 @@ def describe_value(value: object) -> str:
     """Return a bounded repr of a foreign value for a message.
 
     Example:
-        >>> shown("a" * 3000)[:8], len(shown("a" * 3000))
+        >>> describe_value("a" * 3000)[:8], len(describe_value("a" * 3000))
         ("'aaaaaaa", 2032)
     """
     try:

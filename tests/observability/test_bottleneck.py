@@ -110,6 +110,7 @@ MANY = {"packing/num_micro_batches": 8.0}
         (step(train=9.0), TRAINER, "--trainer.compile.enable True"),
         (step(train=9.0), {}, "--loop.groups_per_batch"),
         (step(publish=9.0), {"weights": {"num_threads": 2}}, "--weights.num_threads 4"),
+        (step(publish=9.0), {"loop": {}}, OVERLAP),
         (step(score=9.0), {"reward": {"num_procs": 2}}, "--reward.num_procs 4"),
     ],
 )
