@@ -152,7 +152,7 @@ class Rule:
         for option, expected in self.when.items():
             # Of a list, one element that meets the condition is enough.
             values = find_values(config, option)
-            if not any(_is_right(value, expected, config) for _, value in values):
+            if not any(_is_condition_met(value, expected, config) for _, value in values):
                 return False
         return True
 
@@ -230,6 +230,13 @@ def find_values(config: Any, option: str) -> list[tuple[str, Any]]:
 
 def _extend(path: str, name: str | int) -> str:
     return f"{path}.{name}" if path else str(name)
+
+
+def _is_condition_met(value: Any, expected: Any, config: Any) -> bool:
+    # None passes a check, as no limit or a later choice, but it asks for nothing.
+    if value is None and isinstance(expected, Check):
+        return False
+    return _is_right(value, expected, config)
 
 
 def _is_right(value: Any, expected: Any, config: Any) -> bool:

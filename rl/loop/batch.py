@@ -219,8 +219,9 @@ def collect_trained_rollouts(
     rows: list[list[TrainedRollout]] = []
     for p, group in enumerate(batch.groups):
         row = []
-        for g, member in enumerate(group.scored):
-            trained = TrainedRollout(advantages=training.advantages_PG[p][g])
+        members = zip(group.scored, training.advantages_PG[p], strict=True)
+        for g, (member, advantages_C) in enumerate(members):
+            trained = TrainedRollout(advantages=advantages_C)
             if (p, g) in recorded:
                 # Logprobs are large: only rollouts that go into rollouts.jsonl carry them.
                 sample, logprobs_T = samples.get((p, g)), logprobs.get((p, g))

@@ -30,6 +30,7 @@ from typing import TypeAlias
 import numpy as np
 
 from rl.config.configurable import Configurable
+from rl.config.rules import check_rules, select_rules
 from rl.loop.batch import TrainingBatch, collect_trained_rollouts, make_training_batch
 from rl.loop.config import LoopConfig
 from rl.loop.metrics import (
@@ -54,6 +55,7 @@ from rl.rollouts.group import RolloutId, RolloutWorker
 from rl.rollouts.producer import Batch, NothingToLearnError, NumberedProblems, RolloutProducer
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.staleness import StalenessBound, count_off_policy_steps
+from rl.run_rules import RULES
 from rl.tasks.task import Task
 from rl.types import ForwardBackwardResult, LoopPosition, OptimStepResult, SamplingParams
 from rl.utils.clock import BusyClock, now_s
@@ -141,6 +143,13 @@ class LogprobMismatchError(RunError):
     """Trainer and generator disagree about the logprobs of on-policy tokens."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopAlone:
+    """The part of a run's config that a loop without a run has, as the rules see it."""
+
+    loop: LoopConfig
+
+
 class Loop(Configurable):
     """Trains with GRPO until `num_steps` steps are done.
 
@@ -179,6 +188,8 @@ class Loop(Configurable):
                 (`losses.types.uses_proximal_logprobs`).
             stop: a request to stop after the current step.
         """
+        # A run has checked these; a script may make a loop alone.
+        check_rules(LoopAlone(loop=config), select_rules(RULES, "loop"))
         self.config = config
         self.trainer = trainer
         self.checkpoints = checkpoints

@@ -278,8 +278,10 @@ class PythonSandbox(Configurable):
         """Return the limit that a call has exceeded and that the kernel does not enforce."""
         # Confined code can make no folders, so one listing finds every file. A removed file that is
         # still open or mapped is not listed; RLIMIT_FSIZE and the time limits bound its size.
-        if len(os.listdir(folder)) > self.config.max_files:
-            return "file limit"
+        # Code that is not confined may remove even the folder.
+        with contextlib.suppress(FileNotFoundError):
+            if len(os.listdir(folder)) > self.config.max_files:
+                return "file limit"
 
         # The kernel enforces this one only where the child may have a user or a user namespace of
         # its own.

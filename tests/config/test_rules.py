@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -265,3 +266,10 @@ def test_rules_of_a_part_are_those_that_no_other_part_decides():
     for rule in select_rules(RULES, "launch"):
         assert all(option.startswith("launch.") for option in rule.options)
     assert len(select_rules(RULES, "trainer", "batch_invariant")) > 10
+
+
+def test_none_asks_for_nothing():
+    rule = Rule(when={"loop.kl_reward.coef": above(0)}, must={"seed": 1}, because="x")
+    for coef, is_applicable in ((None, False), (0.0, False), (0.5, True)):
+        config = SimpleNamespace(loop=SimpleNamespace(kl_reward=SimpleNamespace(coef=coef)), seed=0)
+        assert rule.is_applicable(config) == is_applicable

@@ -34,6 +34,11 @@ def test_a_step_generates_trains_and_publishes_in_this_order():
     assert policy.calls == ["push", "serve", *step, *step, "save ckpt/step-2"]
 
 
+def test_a_loop_alone_refuses_options_that_contradict_each_other():
+    with pytest.raises(ValueError, match=r"loop.num_minibatches=3: must be a divisor of"):
+        make_loop(FakePolicy(reply=half_right), num_minibatches=3)
+
+
 def test_samples_carry_prompt_mask_logprobs_and_group_advantages():
     policy = FakePolicy(reply=half_right)
     run_loop(policy, groups_per_batch=1, group_size=2)

@@ -12,7 +12,12 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from rl.models.generate import PromptLogprobs
 from rl.tinker.types import InvalidRequestError, SampleOutput, SampleRequest
-from rl.tinker.wire.codec import decode_data, encode_sample, merge_loss_settings
+from rl.tinker.wire.codec import (
+    MAX_PARTS,
+    decode_data,
+    encode_sample,
+    merge_loss_settings,
+)
 from rl.types import Completion, SamplingParams
 from tests.support.tinker_data import floats, ints
 
@@ -142,3 +147,13 @@ def test_client_reads_samples_with_prompt_logprobs():
     assert output.prompt_logprobs == [None, -1.5]
     assert output.topk_prompt_logprobs == [None, [(7, -1.0), (8, -2.0)]]
     assert (plain.prompt_logprobs, plain.topk_prompt_logprobs) == (None, None)
+
+
+def test_millions_of_empty_chunks_are_refused_before_they_are_read():
+    message = pb.ForwardBackwardRequest(model_id="m", loss_fn="cross_entropy")
+    for _ in range(2):
+        chunks = message.data.add().model_input
+        for _ in range(MAX_PARTS // 2 + 1):
+            chunks.add().encoded_text.SetInParent()
+    with pytest.raises(InvalidRequestError, match=f"has {MAX_PARTS + 2} chunks and tensors, more"):
+        decode_data(message, max_values=1)

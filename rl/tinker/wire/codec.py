@@ -48,6 +48,8 @@ PROTOBUF = "application/x-protobuf"
 DTYPES: dict[int, np.dtype] = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
 MAX_DATA = 16_384
 """Most data of a request: an empty one has two bytes in a body, and 1,000 decoded."""
+MAX_PARTS = 2**17
+"""Most chunks and tensors of all data of a request."""
 MAX_VALUES = 32 * 2**20
 """Most numbers in the tensors of a request, once the sparse ones are dense."""
 MAX_SAMPLES = 1024
@@ -162,6 +164,15 @@ def decode_data(message: pb.ForwardBackwardRequest, *, max_values: int) -> tuple
         raise InvalidRequestError(
             f"data: has {len(message.data)} entries, more than the allowed {MAX_DATA}; send fewer "
             "at once"
+        )
+    # Before anything is read: an empty chunk has four bytes, and costs hundreds here.
+    num_parts = 0
+    for datum in message.data:
+        num_parts += len(datum.model_input) + len(datum.loss_fn_inputs)
+    if num_parts > MAX_PARTS:
+        raise InvalidRequestError(
+            f"data: has {num_parts} chunks and tensors, more than the allowed {MAX_PARTS}; send "
+            "fewer at once"
         )
     data, num_values = [], 0
     for i, datum in enumerate(message.data):
