@@ -15,8 +15,8 @@ from actors.controller import Controller
 from actors.trainer import PolicyTrainer
 from configs.sum_digits import tiny
 from rl.config.tree import check_bounds
+from rl.trainer_types import OptimParams, OptimStepResult
 from rl.training.engine import TrainingEngine
-from rl.types import OptimParams, OptimStepResult
 
 
 class AnnealedClipTrainer(PolicyTrainer):

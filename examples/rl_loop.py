@@ -36,19 +36,11 @@ from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.rollouts.samples import make_demonstration_sample, policy_sample
 from rl.tasks.sum_digits import SumDigits, format_reward, is_correct
+from rl.trainer_types import OptimParams
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
-from rl.types import (
-    Completion,
-    Message,
-    OptimParams,
-    Problem,
-    Prompt,
-    Rollout,
-    SamplingParams,
-    Turn,
-)
+from rl.types import Completion, Message, Problem, Prompt, Rollout, SamplingParams, Turn
 
 MAX_TOKENS = 32
 """Most tokens of a completion."""

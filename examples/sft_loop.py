@@ -37,9 +37,10 @@ from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.rollouts.samples import TokenSpan, make_demonstrated_completion, make_supervised_sample
 from rl.tasks.rows import read_filled_lines
+from rl.trainer_types import OptimParams
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
-from rl.types import Message, OptimParams, Role, TrainingSample
+from rl.types import Message, Role, TrainingSample
 
 
 def read_conversations(path: Path) -> list[tuple[Message, ...]]:

@@ -18,16 +18,10 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from losses.types import Loss
+from rl.trainer_types import ForwardBackwardResult, OptimParams, OptimStepResult
 from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
-from rl.types import (
-    RUN,
-    ForwardBackwardResult,
-    LoopPosition,
-    OptimParams,
-    OptimStepResult,
-    TrainingSample,
-)
+from rl.types import RUN, LoopPosition, TrainingSample
 
 T = TypeVar("T")
 

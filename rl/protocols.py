@@ -12,14 +12,12 @@ from typing import Protocol
 import numpy as np
 
 from losses.types import Loss
+from rl.trainer_types import ForwardBackwardResult, OptimParams, OptimStepResult
 from rl.types import (
     Completion,
-    ForwardBackwardResult,
     LoopPosition,
     Message,
     Observation,
-    OptimParams,
-    OptimStepResult,
     PullResult,
     Reply,
     Rollout,

@@ -22,7 +22,8 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from actors.vllm.compat import build_packed_product, get_compiled_ops, import_custom_ops
 from rl.distributed.sharding import local_tensor
-from rl.models.decoder import Attention, Decoder, FeedForward, RMSNorm, TransformerBlock
+from rl.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
+from rl.models.norm import RMSNorm
 from rl.models.parallelize import ShardedLinear, VocabShardedEmbedding
 
 # Looked up once: a step calls them in every layer.

@@ -57,7 +57,8 @@ from rl.rollouts.renderer import Renderer
 from rl.rollouts.staleness import StalenessBound, count_off_policy_steps
 from rl.run_rules import RULES
 from rl.tasks.task import Task
-from rl.types import ForwardBackwardResult, LoopPosition, OptimStepResult, SamplingParams
+from rl.trainer_types import ForwardBackwardResult, OptimStepResult
+from rl.types import LoopPosition, SamplingParams
 from rl.utils.clock import BusyClock, now_s
 from rl.utils.errors import RunError, StopRequestedError
 from rl.utils.threads import LoopThread

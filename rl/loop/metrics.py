@@ -17,7 +17,8 @@ from rl.observability.metrics import Last, Max, Mean, Metric, Record, Std, Sum, 
 from rl.rollouts.evaluation import score_metrics
 from rl.rollouts.group import RolloutWorker, ScoredRollout, has_equal_rewards
 from rl.rollouts.producer import Batch, DropReason
-from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Rollout, Score
+from rl.trainer_types import ForwardBackwardResult, OptimStepResult
+from rl.types import PublishResult, Rollout, Score
 from rl.utils.clock import now_s
 
 _FIELDS_OF_RESULT = ("ratio", "clipped_fraction")

@@ -18,7 +18,8 @@ from rl.protocols import Trainer
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.samples import make_sample_of_demonstration
-from rl.types import OptimParams, Problem
+from rl.trainer_types import OptimParams
+from rl.types import Problem
 from rl.utils.errors import RunError
 
 

@@ -42,17 +42,11 @@ from rl.tinker.types import (
     UnsavedError,
     check_range,
 )
+from rl.trainer_types import ForwardBackwardResult, OptimParams, OptimStepResult
 from rl.training.config import TrainingConfig
 from rl.training.failures import NonFiniteLossError
 from rl.training.models import ModelError, UnsavedModelError, add_adapters
-from rl.types import (
-    Completion,
-    ForwardBackwardResult,
-    OptimParams,
-    OptimStepResult,
-    SamplingParams,
-    TrainingSample,
-)
+from rl.types import Completion, SamplingParams, TrainingSample
 from rl.utils.errors import RunError
 
 ALPHA = 32.0

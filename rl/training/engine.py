@@ -35,6 +35,7 @@ from rl.distributed.process_group import RankInfo, World, await_ranks, barrier
 from rl.models.decoder import find_persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
+from rl.trainer_types import ForwardBackwardResult, OptimParams, OptimStepResult
 from rl.training.checkpoint import Checkpointer
 from rl.training.checks import check_trainer
 from rl.training.config import Dtype, ExpertBalanceConfig, TrainerConfig, TrainingConfig
@@ -46,13 +47,7 @@ from rl.training.memory import estimate_memory
 from rl.training.optimizer import LRSchedule, Optimizer
 from rl.training.policy import Policy
 from rl.training.reference import ReferencePolicy
-from rl.types import (
-    ForwardBackwardResult,
-    LoopPosition,
-    OptimParams,
-    OptimStepResult,
-    TrainingSample,
-)
+from rl.types import LoopPosition, TrainingSample
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl.distributed.mesh import TP
 from rl.models.moe import ExpertRouter
+from rl.trainer_types import ExpertLoad
 from rl.training.config import ExpertBalanceConfig
-from rl.types import ExpertLoad
 
 
 class ExpertBalance:

@@ -26,13 +26,14 @@ from rl.distributed.mesh import count_ranks_of_stage
 from rl.distributed.process_group import await_ranks
 from rl.distributed.sharding import count_shards, local_tensor
 from rl.rollouts.packing import PackedBatch
+from rl.trainer_types import DeviceMemory, ForwardBackwardResult, Packing
 from rl.training.compat import compute_norms, scale_in_place
 from rl.training.device_memory import read_peak_memory
 from rl.training.failures import make_non_finite_error
 from rl.training.policy import Policy
 from rl.training.reference import ReferencePolicy
 from rl.training.token_values import TokenValues
-from rl.types import DeviceMemory, ForwardBackwardResult, Packing, TrainingSample
+from rl.types import TrainingSample
 from rl.utils.tensor_memory import to_device
 
 METRIC = "metric "

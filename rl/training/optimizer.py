@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 from rl.config.configurable import Configurable, only_if, unless
 from rl.config.tree import check_bounds
 from rl.models.adapter import DecoderAdapter
+from rl.trainer_types import OptimParams
 from rl.training.muon import Muon, MuonConfig, is_hidden_matrix
 from rl.training.rounding import Rounding, derive_bits, round_into, rows_of
-from rl.types import OptimParams
 
 _DECAYS = unless("decay", "constant")
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl.distributed.collectives import sum_each_over_world
 from rl.distributed.mesh import count_ranks_of_stage
 from rl.distributed.sharding import count_shards, local_tensor, slice_local_shard, unwrap
-from rl.types import RoundingResult
+from rl.trainer_types import RoundingResult
 
 PIECE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Numbers of a parameter that are stepped at once in float32, by device: on a CPU they stay in its

@@ -5,13 +5,16 @@ import subprocess
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actors.cluster import group as actor_group
 from actors.cluster.group import ActorGroup
 from actors.config import Timeouts
 from actors.launch.calls import ActorLostError
+from actors.vllm.requests import EngineFailedError
 from rl.utils.processes import ProcessId, identify
+from tests.support.mortal import MortalGenerator
 from tests.support.virtual_time import run_in_virtual_time
 
 PROCESSES = [ProcessId(pid, 1) for pid in (-1, -2, -3)]
@@ -72,6 +75,14 @@ def test_each_process_is_looked_at_twice_a_second_however_many_calls_wait(looks)
 
     run_in_virtual_time(wait())
     assert {process: looked.count(process) for process in PROCESSES} == dict.fromkeys(PROCESSES, 10)
+
+
+def test_failed_engine_of_a_group_without_restarts_is_told_in_its_own_words():
+    mesh = MortalGenerator("generator")
+    mesh.version, mesh.engine_failed = 0, True
+    call = mesh.group().call("generate", [np.arange(2)], timeout="generate_s")
+    with pytest.raises(EngineFailedError, match="RuntimeError: broken"):
+        run_in_virtual_time(call)
 
 
 def test_death_ends_the_calls_of_its_group_alone(looks, monkeypatch):

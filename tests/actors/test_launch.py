@@ -18,7 +18,13 @@ from rl.utils.processes import identify
 from rl.weights import SETTINGS
 from tests.support.launch_controller import Holder
 from tests.support.monarch_meshes import monarch_meshes
-from tests.support.runs import start_controller, wait_until_gone
+from tests.support.runs import ROOT, start_controller, wait_until_gone
+
+
+def test_actors_find_the_packages_of_the_controller_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [])
+    assert cleanup.import_path() == f"{tmp_path}{os.pathsep}{ROOT}"
 
 
 def test_free_port_is_outside_the_ephemeral_range():

@@ -10,7 +10,8 @@ from torch import nn
 import examples.custom_model  # noqa: F401 registers the family granite
 from rl.models import decoder
 from rl.models.attention import SequenceLayout
-from rl.models.decoder import Attention, Decoder, RMSNorm
+from rl.models.decoder import Attention, Decoder
+from rl.models.norm import RMSNorm
 from rl.models.rope import rotate
 from tests.support.policies import random_model, small_spec
 

@@ -11,7 +11,7 @@ from losses.policy import DAPOLoss, DrGRPOLoss, ReinforcePlusPlusLoss
 from rl.config.cli import parse_cli
 from rl.config.registry import list_registry_functions
 from rl.rollouts.advantage import Advantage
-from rl.types import OptimParams
+from rl.trainer_types import OptimParams
 from tests.training.parts import engine_config, make_sample, small_spec, write_assets
 
 NAMES = (

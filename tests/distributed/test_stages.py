@@ -145,7 +145,7 @@ def test_a_file_sets_ranks_and_number_of_micro_batches(tmp_path):
         (GPIPE.replace("0F1", "0SEND_F0,0F1"), "has 0SEND_F0: must have no transfers"),
         ("0F0,1F0,1B0,0B0\n\n", "row 2 has no entry: every rank must have a stage"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "Malformed compute schedule"),
-        ("0F0," + "x" * 200_000, "field larger than field limit|has a cell"),
+        ("0F0," + "x" * 200_000, "field larger than field limit"),
         ("0F0,0B" + "9" * 100_000, "has a cell '0B99.*'... of 100002 characters"),
         (
             "0F0,0B999999999\n1F0,1B0",

@@ -19,7 +19,8 @@ from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.sum_digits import make_problem
-from rl.types import DeviceMemory, ExpertLoad, Observation, Packing, Score
+from rl.trainer_types import DeviceMemory, ExpertLoad, Packing
+from rl.types import Observation, Score
 from tests.support.fakes import FakePolicy, ListSink, completion, prompt_of, rollout_of
 from tests.support.loops import half_right, make_loop
 from tests.support.virtual_time import run_in_virtual_time

@@ -8,9 +8,9 @@ import torch
 from examples.custom_converter import TopBlocks
 from examples.custom_trainer import AnnealedClipEngine, AnnealedClipTrainer
 from losses.cross_entropy import CrossEntropyLoss
+from rl.trainer_types import OptimParams
 from rl.training.config import TrainingConfig
 from rl.training.optimizer import Optimizer
-from rl.types import OptimParams
 from tests.training.parts import engine_config, make_samples, small_spec
 
 SAMPLES = make_samples()

@@ -16,15 +16,8 @@ from rl.rollouts.evaluation import score_metrics
 from rl.rollouts.group import Group, RolloutWorker, ScoredRollout
 from rl.rollouts.producer import Batch
 from rl.tasks.sum_digits import make_problem
-from rl.types import (
-    ForwardBackwardResult,
-    Observation,
-    OptimStepResult,
-    PublishResult,
-    Rollout,
-    SamplingParams,
-    Score,
-)
+from rl.trainer_types import ForwardBackwardResult, OptimStepResult
+from rl.types import Observation, PublishResult, Rollout, SamplingParams, Score
 from tests.support.fakes import (
     RENDERER,
     SimulatedPolicy,

@@ -25,12 +25,13 @@ from rl.distributed.mesh import Degrees
 from rl.models import qwen3
 from rl.models.decoder import FeedForward
 from rl.models.spec import ModelSpec
+from rl.trainer_types import DeviceMemory
 from rl.training.config import TrainingConfig
 from rl.training.device_memory import DeviceMemoryError, read_peak_memory, use_growing_segments
 from rl.training.engine import TrainingEngine
 from rl.training.memory import estimate_memory
 from rl.training.sleep import TrainerSleep
-from rl.types import DeviceMemory, TrainingSample
+from rl.types import TrainingSample
 from tools.null_gpu.counters import Counters, read_own, reset_own
 
 NUM_LAYERS = 2

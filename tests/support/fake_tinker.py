@@ -39,7 +39,8 @@ from rl.tinker.types import (
     SampleRequest,
 )
 from rl.tinker.wire.codec import PROTOBUF
-from rl.types import OptimParams, TrainingSample
+from rl.trainer_types import OptimParams
+from rl.types import TrainingSample
 from tests.support.virtual_time import run_in_virtual_time
 
 T = TypeVar("T")

@@ -17,14 +17,12 @@ from rl.rollouts.environment import Environments, SingleTurn
 from rl.rollouts.episode import Episodes
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer, render_prompt
 from rl.rollouts.rubric import Rubric
+from rl.trainer_types import ForwardBackwardResult, OptimParams, OptimStepResult
 from rl.types import (
     Completion,
     FinishReason,
-    ForwardBackwardResult,
     LoopPosition,
     Message,
-    OptimParams,
-    OptimStepResult,
     Problem,
     Prompt,
     PullResult,

@@ -9,7 +9,7 @@ from tinker import types as wire
 from rl.tinker.backend import make_lora_config
 from rl.tinker.types import GoneError, InvalidRequestError, NotFoundError
 from rl.tinker.wire.datums import check_optim_params
-from rl.types import OptimParams
+from rl.trainer_types import OptimParams
 from tests.support.fake_tinker import BASE, LORA, ME, service_test, settled
 
 

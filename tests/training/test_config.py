@@ -20,10 +20,10 @@ from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import ParallelismConfig
 from rl.models.lora import LoRA
+from rl.trainer_types import OptimParams
 from rl.training.checks import check_trainer, list_trainer_checks
 from rl.training.config import TrainerConfig
 from rl.training.engine import TrainingEngine
-from rl.types import OptimParams
 from tests.training.layouts import parallelism
 from tests.training.parts import (
     assert_near,

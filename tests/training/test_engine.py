@@ -15,9 +15,9 @@ from losses.policy import DrGRPOLoss, GRPOLoss, RLOOLoss
 from losses.types import LossOutput
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig
+from rl.trainer_types import OptimParams, Packing
 from rl.training.device_memory import DeviceMemoryError
 from rl.training.failures import NonFiniteLossError, read_batch
-from rl.types import OptimParams, Packing
 from tests.training.parts import (
     assert_near,
     built,

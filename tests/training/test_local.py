@@ -12,18 +12,10 @@ from rl.local import LocalBackend
 from rl.models.generate import generate
 from rl.models.lora import LoRA
 from rl.rollouts.samples import policy_sample
+from rl.trainer_types import OptimParams
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
-from rl.types import (
-    Completion,
-    OptimParams,
-    Problem,
-    Prompt,
-    Rollout,
-    SamplingParams,
-    TrainingSample,
-    Turn,
-)
+from rl.types import Completion, Problem, Prompt, Rollout, SamplingParams, TrainingSample, Turn
 from tests.support import policies
 from tests.training.parts import make_samples, small_spec
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from losses.policy import GRPOLoss
+from rl.trainer_types import OptimParams
 from rl.training.failures import CheckpointError, NonFiniteLossError
 from rl.training.muon import Muon, MuonConfig
 from rl.training.optimizer import LRSchedule, Optimizer, check_total_steps
-from rl.types import OptimParams
 from tests.training.layouts import whole_parameters
 from tests.training.parts import (
     assert_near,

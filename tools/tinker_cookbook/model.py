@@ -21,9 +21,10 @@ from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
 from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.samples import make_demonstration_sample
+from rl.trainer_types import OptimParams
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
-from rl.types import OptimParams, TrainingSample
+from rl.types import TrainingSample
 
 VERSION = 1
 """Part of the folder's name, raised when this file changes the result."""

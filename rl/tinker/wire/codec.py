@@ -41,7 +41,8 @@ from rl.tinker.wire.datums import (
     find_loss,
     make_samples,
 )
-from rl.types import ForwardBackwardResult, SamplingParams
+from rl.trainer_types import ForwardBackwardResult
+from rl.types import SamplingParams
 
 PROTOBUF = "application/x-protobuf"
 """Content type of bodies and results that have tensors."""

@@ -25,7 +25,8 @@ from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import CISPOLoss, DROLoss, GSPOLoss, ImportanceSamplingLoss, PPOLoss
 from losses.types import Loss
 from rl.tinker.types import BELOW_1, MAX_FLOAT, BaseModel, Datum, InvalidRequestError, check_range
-from rl.types import ForwardBackwardResult, OptimParams, TrainingSample
+from rl.trainer_types import ForwardBackwardResult, OptimParams
+from rl.types import TrainingSample
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
 RATIO_MASK = "sequence_ratio_mask"
