@@ -360,3 +360,8 @@ def test_code_ends_with_the_process_that_asked_for_it(folders):
     asyncio.run(until(lambda: not processes_in(folders)))
     (remains,) = folders.iterdir()
     shutil.rmtree(remains)  # the killed process cannot
+
+
+def test_folder_that_unconfined_code_removed_has_no_files(tmp_path):
+    sandbox = PythonSandbox.Config().build()
+    assert sandbox._find_exceeded(str(tmp_path / "removed"), pid=2**30) is None
