@@ -45,8 +45,8 @@ from rl.observability.metrics import (
 from rl.observability.recorder import Recorder
 from rl.observability.run_folder import RunFolder
 from rl.observability.sinks import RunSinks, open_sinks
-from rl.training.checkpoint_config import LoadSource, find_load_source, find_own_checkpoint
-from rl.training.checkpoint_files import (
+from rl.training.checkpoints.config import LoadSource, find_load_source, find_own_checkpoint
+from rl.training.checkpoints.files import (
     ADAPTER_FOLDER,
     HF_FOLDER,
     list_damaged_folders,

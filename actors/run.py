@@ -50,9 +50,9 @@ from rl.protocols import Rewarder
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.rubric import Rubric
 from rl.tasks.task import Task
-from rl.training.checkpoint_config import CheckpointConfig, LoadSource
-from rl.training.checkpoint_files import DamagedCheckpointError, put_aside
-from rl.training.checkpoint_tensors import select_own_exclusions
+from rl.training.checkpoints.config import CheckpointConfig, LoadSource
+from rl.training.checkpoints.files import DamagedCheckpointError, put_aside
+from rl.training.checkpoints.tensors import select_own_exclusions
 from rl.training.failures import raise_if_unwritten
 from rl.utils.files import hold_folder_lock, name_folder_errors
 from rl.utils.proxies import allow_loopback

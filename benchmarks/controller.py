@@ -50,7 +50,7 @@ from rl.observability.recorder import Recorder, RecorderConfig
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.trainer_types import ForwardBackwardResult, OptimParams, OptimStepResult
-from rl.training.checkpoint_config import CheckpointConfig
+from rl.training.checkpoints.config import CheckpointConfig
 from rl.types import Completion, Problem, PullResult, Rollout, SamplingParams, Score, TrainingSample
 from rl.utils.processes import ProcessId, disable_collections, identify, reduce_collections
 from tests.support.fakes import ByteTokenizer

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from actors.vllm.compat import get_model_runner
 from actors.vllm.engine import GeneratorEngine
 from benchmarks.processes import tiny_assets
-from rl.models.hf import HFFolder, read_parameters
+from rl.models.files.hf import HFFolder, read_parameters
 from rl.models.model_cost import ModelWork, count_work
 from rl.models.spec import spec_from_hf
 from rl.observability.machine import MachineLimits, measure_limits

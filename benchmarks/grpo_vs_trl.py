@@ -128,8 +128,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _real_assets(given: str) -> Path:
     """Return the folder of smollm2's weights; raise ValueError if there is none."""
-    from rl.models.assets import resolve_assets
-    from rl.models.hf import HFFolder
+    from rl.models.files.assets import resolve_assets
+    from rl.models.files.hf import HFFolder
     from rl.observability.run_folder import STARTING_POINTS
 
     return HFFolder(

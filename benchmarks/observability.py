@@ -37,9 +37,9 @@ from configs.sum_digits import tiny
 from rl.local import LocalBackend
 from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
-from rl.models.hf import write_random_model
+from rl.models.files.hf import write_random_model
+from rl.models.files.tokenizer import open_tokenizer
 from rl.models.qwen3 import model_registry
-from rl.models.tokenizer import open_tokenizer
 from rl.observability import spans
 from rl.observability.loggers import TensorBoardConfig, TrackioConfig, WandbConfig
 from rl.observability.metrics import MetricsWriter, Record, Sink

@@ -233,7 +233,7 @@ def loop_steps(
 
 def tiny_assets(folder: Path) -> str:
     """Write random weights of the tiny model."""
-    from rl.models.hf import write_random_model
+    from rl.models.files.hf import write_random_model
     from rl.models.qwen3 import model_registry
 
     return str(write_random_model(folder / "model", spec=model_registry("tiny"), seed=0))

@@ -20,7 +20,7 @@ from actors.controller import Controller
 from configs import sum_digits
 from rl.models.adapter import DecoderAdapter, read_field
 from rl.models.decoder import Decoder, FeedForward, TransformerBlock
-from rl.models.rope import RoPE
+from rl.models.layers.rope import RoPE
 from rl.models.spec import ModelSpec, register_family, spec_of_flavor
 
 MULTIPLIERS = {

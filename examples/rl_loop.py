@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import GRPOLoss
 from rl.local import LocalBackend
-from rl.models.hf import write_random_model
+from rl.models.files.hf import write_random_model
+from rl.models.files.tokenizer import open_tokenizer
 from rl.models.qwen3 import model_registry
-from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.rollouts.samples import make_demonstration_sample, policy_sample
 from rl.tasks.sum_digits import SumDigits, format_reward, is_correct

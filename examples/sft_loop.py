@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.local import LocalBackend
-from rl.models.assets import resolve_assets
-from rl.models.hf import HFFolder, write_random_model
+from rl.models.files.assets import resolve_assets
+from rl.models.files.hf import HFFolder, write_random_model
+from rl.models.files.tokenizer import open_tokenizer
 from rl.models.qwen3 import model_registry
 from rl.models.spec import ModelSpec, spec_from_hf
-from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.rollouts.samples import TokenSpan, make_demonstrated_completion, make_supervised_sample
 from rl.tasks.rows import read_filled_lines

@@ -21,14 +21,14 @@ import torch
 
 from rl.config.configurable import Configurable
 from rl.config.json import to_dict
-from rl.models.hf import HFFolder, write_random_model
-from rl.models.spec import ModelSpec
-from rl.models.tokenizer import (
+from rl.models.files.hf import HFFolder, write_random_model
+from rl.models.files.tokenizer import (
     TokenizerFingerprint,
     build_byte_tokenizer,
     compute_fingerprint,
     open_tokenizer,
 )
+from rl.models.spec import ModelSpec
 from rl.types import TrainingSample
 
 RECIPE = 3

@@ -425,7 +425,7 @@ def import_with_blocked(root: Path, modules: list[str], blocked: tuple[str, ...]
 @pytest.mark.medium
 def test_modules_that_need_only_torch_import_without_the_rest(tree):
     modules = [module_name(path) for path in tree if path.startswith(TORCH_ONLY)]
-    assert {"losses.types", "rl.models.attention", "rl.local"} <= set(modules)
+    assert {"losses.types", "rl.models.layers.attention", "rl.local"} <= set(modules)
     assert import_with_blocked(ROOT, modules, tuple(ALLOWED_IN)) == ""
 
 

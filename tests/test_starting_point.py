@@ -11,7 +11,7 @@ from actors.preflight.plan import find_untrained_start
 from configs import sum_digits
 from rl.config.tree import rebuild
 from rl.loop.warmup import SupervisedWarmup
-from rl.models.hf import write_random_model
+from rl.models.files.hf import write_random_model
 from rl.models.qwen3 import model_registry
 from rl.models.spec import model_spec
 from rl.protocols import Environment

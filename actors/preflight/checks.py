@@ -24,15 +24,15 @@ from rl.distributed.stages import plan_stages
 from rl.models.batch_invariant.model import check_capability
 from rl.models.converter import ModelConverters
 from rl.models.decoder import list_module_names
-from rl.models.hf import HFFolder
+from rl.models.files.hf import HFFolder
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.observability.sinks import check_installed
 from rl.run_rules import RULES
 from rl.starting_point import StartingPoint
-from rl.training.checkpoint_config import LoadSource
-from rl.training.checkpoint_files import ADAPTER_FOLDER, is_checkpoint, read_state
-from rl.training.checkpoint_tensors import (
+from rl.training.checkpoints.config import LoadSource
+from rl.training.checkpoints.files import ADAPTER_FOLDER, is_checkpoint, read_state
+from rl.training.checkpoints.tensors import (
     REFERENCE,
     check_tokenizer,
     collect_model_tensors,

@@ -42,14 +42,14 @@ from rl.config.registry import ExplanationForm, ResolvedRun
 from rl.config.tree import walk
 from rl.distributed.mesh import Degrees
 from rl.loop.config import LoopConfig
-from rl.models.assets import UnpreparedError
+from rl.models.files.assets import UnpreparedError
 from rl.models.model_cost import count_work
 from rl.models.spec import ModelSpec
 from rl.observability.run_folder import RunFolder, check_free
 from rl.run_rules import RULES
 from rl.starting_point import StartingPoint
 from rl.tasks.task import Task
-from rl.training.checkpoint_config import LoadSource
+from rl.training.checkpoints.config import LoadSource
 from rl.training.memory import estimate_memory
 from rl.utils.printing import print_error, print_text
 

@@ -17,7 +17,7 @@ from actors.trainer import PolicyTrainer
 from rl.config.json import name_code, to_dict
 from rl.config.rules import check_rules
 from rl.config.tree import find_input_paths
-from rl.models.assets import resolve_assets
+from rl.models.files.assets import resolve_assets
 from rl.models.spec import ModelSpec
 from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import STARTING_POINTS, RunFolder
@@ -35,14 +35,14 @@ from rl.starting_point import (
 )
 from rl.tasks.fingerprint import make_fingerprint
 from rl.tasks.task import Task
-from rl.training.checkpoint_config import (
+from rl.training.checkpoints.config import (
     CheckpointConfig,
     LoadSource,
     find_initial_source,
     find_load_source,
     find_own_checkpoint,
 )
-from rl.training.checkpoint_files import DamagedCheckpointError, Skip, list_steps
+from rl.training.checkpoints.files import DamagedCheckpointError, Skip, list_steps
 from rl.types import ProblemsFingerprint, Prompt
 from rl.utils.printing import print_text
 

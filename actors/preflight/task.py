@@ -22,8 +22,8 @@ from rl.rollouts.samples import (
 )
 from rl.tasks.fingerprint import describe_changes
 from rl.tasks.task import Task
-from rl.training.checkpoint_config import LoadSource
-from rl.training.checkpoint_tensors import PROBLEMS, is_excluded
+from rl.training.checkpoints.config import LoadSource
+from rl.training.checkpoints.tensors import PROBLEMS, is_excluded
 from rl.types import Completion, Message, Problem, Prompt, Rollout, Score, Turn
 from rl.utils.errors import RunError
 from rl.utils.threads import run_now

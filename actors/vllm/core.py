@@ -33,7 +33,7 @@ from actors.vllm.sampler import PolicySampler
 from rl.distributed.process_group import World
 from rl.distributed.sharding import local_tensor
 from rl.models.batch_invariant.probe import check_machine
-from rl.models.hf import read_hf_config
+from rl.models.files.hf import read_hf_config
 from rl.models.spec import ModelSpec
 from rl.types import FinishReason
 from rl.utils.processes import use_threads

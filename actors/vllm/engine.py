@@ -49,10 +49,10 @@ from actors.vllm.requests import (
 )
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
-from rl.models.hf import read_hf_config
+from rl.models.files.hf import read_hf_config
+from rl.models.files.tokenizer import open_tokenizer
 from rl.models.sampling import End, spells_any
 from rl.models.spec import ModelSpec
-from rl.models.tokenizer import open_tokenizer
 from rl.observability.spans import span
 from rl.types import Completion, SamplingParams
 from rl.utils.threads import WorkerThread

@@ -23,7 +23,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from actors.vllm.compat import build_packed_product, get_compiled_ops, import_custom_ops
 from rl.distributed.sharding import local_tensor
 from rl.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
-from rl.models.norm import RMSNorm
+from rl.models.layers.norm import RMSNorm
 from rl.models.parallelize import ShardedLinear, VocabShardedEmbedding
 
 # Looked up once: a step calls them in every layer.
@@ -186,7 +186,7 @@ def _apply_gate(kernel: Callable[[Tensor, Tensor], None], gate_up_TK2W: Tensor) 
 
 
 class Rotation:
-    """`rl.models.rope.rotate` in one kernel, which reads cosines and sines from one table.
+    """`rl.models.layers.rope.rotate` in one kernel, which reads cosines and sines from one table.
 
     Shared by all layers.
     """

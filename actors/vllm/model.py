@@ -29,12 +29,12 @@ from vllm.v1.attention.selector import get_attn_backend
 
 from actors.vllm.kernels import PackedLinear, use_kernels
 from rl.distributed.sharding import local_tensor
-from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.functions import attend_to_cache, store_in_cache
 from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
 from rl.models.decoder import Attention as DecoderAttention
 from rl.models.decoder import find_persistent_buffers, reset_buffers
-from rl.models.hf import read_hf_config
+from rl.models.files.hf import read_hf_config
+from rl.models.layers.attention import SequenceLayout
 from rl.models.parallelize import gather_logits, parallelize_decoder_generator
 from rl.models.spec import ModelSpec
 

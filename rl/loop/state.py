@@ -11,8 +11,8 @@ from typing import Protocol
 from rl.loop.config import LoopConfig
 from rl.protocols import Trainer
 from rl.rollouts.producer import NumberedProblems, RolloutProducer
-from rl.training.checkpoint_config import CheckpointConfig
-from rl.training.checkpoint_files import step_folder
+from rl.training.checkpoints.config import CheckpointConfig
+from rl.training.checkpoints.files import step_folder
 from rl.training.failures import CheckpointError
 from rl.types import LoopPosition, ProblemsFingerprint
 from rl.utils.errors import RunError

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl.config.configurable import Configurable
 from rl.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
-from rl.models.rope import SCALINGS, RoPE, RoPEScaling
+from rl.models.layers.rope import SCALINGS, RoPE, RoPEScaling
 
 F = TypeVar("F", bool, int, float)
 

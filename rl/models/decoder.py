@@ -30,11 +30,11 @@ from torch import Tensor, nn
 
 from rl.config.configurable import Configurable
 from rl.distributed.sharding import local_tensor, slice_local_shard
-from rl.models.attention import PackedAttention, SequenceLayout
 from rl.models.compat import is_persistent
+from rl.models.layers.attention import PackedAttention, SequenceLayout
+from rl.models.layers.norm import OffsetRMSNorm, RMSNorm
+from rl.models.layers.rope import RoPE, rotate
 from rl.models.low_rank import LowRank
-from rl.models.norm import OffsetRMSNorm, RMSNorm
-from rl.models.rope import RoPE, rotate
 
 
 class Attention(Configurable, nn.Module):
@@ -174,8 +174,8 @@ class TransformerBlock(Configurable, nn.Module):
 
         attention: Attention.Config
         feed_forward: Configurable.Config
-        """`FeedForward.Config`, or the config of a layer with the same interface (`rl.models.moe`).
-        """
+        """`FeedForward.Config`, or the config of a layer with the same interface
+        (`rl.models.layers.moe`)."""
         post_norms: bool = False
         """Normalize the results of attention and feed-forward too, before they are added."""
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from rl.models.files.tokenizer import open_tokenizer
 from rl.models.generate import CompletionRequest, DivergedWeightsError, Drawing, build_requests
 from rl.models.sampling import spells_any
 from rl.models.spec import ModelSpec
-from rl.models.tokenizer import open_tokenizer
 from rl.types import Completion, SamplingParams
 
 MAX_SEQUENCES = 256

@@ -24,7 +24,7 @@ from rl.distributed.sharding import unwrap
 from rl.models.compat import has_forward_hooks
 from rl.models.converter import ModelConverter
 from rl.models.float8_private import multiply_groups_by_torchao
-from rl.models.moe import GroupedExperts, multiply_groups, slice_groups
+from rl.models.layers.moe import GroupedExperts, multiply_groups, slice_groups
 from rl.models.spec import ModelSpec
 
 MULTIPLE = 16

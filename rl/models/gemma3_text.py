@@ -18,7 +18,7 @@ from rl.models.adapter import (
     read_rope,
 )
 from rl.models.decoder import Decoder, FeedForward
-from rl.models.rope import RoPE
+from rl.models.layers.rope import RoPE
 from rl.models.spec import ModelSpec, spec_of_flavor
 
 _DEFAULTS = {

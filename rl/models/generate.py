@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import pad_rows
 from rl.models.decoder import Attention, Decoder
+from rl.models.layers.attention import SequenceLayout
 from rl.models.sampling import (
     End,
     check_sampling,

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl.models.adapter import DecoderAdapter, refuse_other_values
 from rl.models.decoder import Decoder, FeedForward
-from rl.models.rope import Llama3Scaling
+from rl.models.layers.rope import Llama3Scaling
 from rl.models.spec import ModelSpec, spec_of_flavor
 
 

@@ -2,7 +2,7 @@
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), equation 3.
 Generators and Hugging Face folders get the sums W + alpha / rank * B A under the weights' own
-names; an adapter alone is read and written in PEFT's format (`rl.models.peft`).
+names; an adapter alone is read and written in PEFT's format (`rl.models.files.peft`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from rl.distributed.sharding import gather_whole, local_tensor, slice_local_shard
 from rl.models.converter import ModelConverter
+from rl.models.files.peft import read_peft_folder
 from rl.models.low_rank import SUFFIX, LowRank
-from rl.models.peft import read_peft_folder
 
 HEAD = "lm_head"
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -7,7 +7,7 @@ projection scatters them again. Every parameter becomes a DTensor on the `tp` ax
 replicated ones, so that with FSDP2 all of them live on one two-dimensional mesh and each gradient
 is right. Context parallelism changes the axis that FSDP2 shards over; the batch tells attention
 which tokens belong to this rank, or ranks exchange tokens for heads around it
-(`rl.models.attention`).
+(`rl.models.layers.attention`).
 
 Pipeline parallelism divides the model into parts (`rl.distributed.stages`), each with some of the
 layers, which FSDP2 always wraps: it casts their parameters, and sums their gradients once in a pass
@@ -54,7 +54,6 @@ from rl.distributed.sharding import (
     shard_data_parallel,
 )
 from rl.distributed.stages import plan_stages
-from rl.models.attention import HeadExchange
 from rl.models.decoder import (
     Attention,
     Decoder,
@@ -65,6 +64,7 @@ from rl.models.decoder import (
     list_module_names,
     take_part,
 )
+from rl.models.layers.attention import HeadExchange
 from rl.models.low_rank import follow_base_layers
 
 TOKENS = 0

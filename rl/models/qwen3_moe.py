@@ -1,8 +1,8 @@
 """Qwen3 MoE: Qwen3 with a mixture of experts in every feed-forward layer.
 
 Hugging Face's files hold three matrices per expert; ours, two stacks of all experts
-(`rl.models.moe`). The load-balance bias has no place in their model; it is written beside the
-router's weight, and other readers ignore it.
+(`rl.models.layers.moe`). The load-balance bias has no place in their model; it is written beside
+the router's weight, and other readers ignore it.
 
 Shape legend: E model width, N experts, F rows of the gate and up projection of one expert.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rl.models.adapter import DecoderAdapter, read_field, refuse_other_values, split_name
 from rl.models.decoder import Decoder
-from rl.models.moe import MoE
+from rl.models.layers.moe import MoE
 from rl.models.spec import ModelSpec, spec_of_flavor
 
 _EXPERTS, _ROUTER = "feed_forward.experts", "feed_forward.router"

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.models.attention import SequenceLayout
+from rl.models.layers.attention import SequenceLayout
 from rl.types import TrainingSample
 from rl.utils.tensor_memory import to_device
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.models.tokenizer import IM_END, IM_START, find_tokens_before_text
+from rl.models.files.tokenizer import IM_END, IM_START, find_tokens_before_text
 from rl.rollouts.control_tokens import (
     ControlTokens,
     Fragment,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from jinja2 import TemplateError
 
-from rl.models.tokenizer import IM_END, IM_START
+from rl.models.files.tokenizer import IM_END, IM_START
 from rl.rollouts.replies import find_open_thought
 from rl.types import Message
 

@@ -25,8 +25,8 @@ from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.distributed.mesh import ParallelismConfig
-from rl.models.assets import resolve_assets
 from rl.models.converter import ModelConverters
+from rl.models.files.assets import resolve_assets
 from rl.models.generate import DivergedWeightsError, Interrupted, PromptLogprobs
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec, model_spec

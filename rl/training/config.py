@@ -14,7 +14,7 @@ from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import CommConfig
 from rl.models.converter import ModelConverter
-from rl.training.checkpoint_config import CheckpointConfig
+from rl.training.checkpoints.config import CheckpointConfig
 from rl.training.optimizer import LRSchedule, Optimizer
 
 Dtype = Literal["float32", "bfloat16"]

@@ -33,14 +33,14 @@ from rl.config.tree import check_bounds
 from rl.distributed.mesh import get_stage_group
 from rl.distributed.process_group import RankInfo, World, await_ranks, barrier
 from rl.models.decoder import find_persistent_buffers
-from rl.models.hf import HFFolder
+from rl.models.files.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.trainer_types import ForwardBackwardResult, OptimParams, OptimStepResult
-from rl.training.checkpoint import Checkpointer
+from rl.training.checkpoints.checkpointer import Checkpointer
+from rl.training.checkpoints.export import export_hf, save_adapter
 from rl.training.checks import check_trainer
 from rl.training.config import Dtype, ExpertBalanceConfig, TrainerConfig, TrainingConfig
 from rl.training.device_memory import explain_memory_errors, reset_peak_memory
-from rl.training.export import export_hf, save_adapter
 from rl.training.failures import CheckpointError, raise_if_unwritten
 from rl.training.gradients import STEPPED, GradientAccumulator
 from rl.training.memory import estimate_memory

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.distributed.mesh import TP
-from rl.models.moe import ExpertRouter
+from rl.models.layers.moe import ExpertRouter
 from rl.trainer_types import ExpertLoad
 from rl.training.config import ExpertBalanceConfig
 

@@ -34,11 +34,11 @@ from rl.distributed.process_group import RankInfo, World
 from rl.distributed.sharding import gather_whole, local_tensor, slice_local_shard
 from rl.models.batch_invariant.model import ROW_MULTIPLE, make_batch_invariant
 from rl.models.converter import ModelConverter
-from rl.models.hf import HFFolder
+from rl.models.files.hf import HFFolder
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
-from rl.training.checkpoint_files import sum_of_file
-from rl.training.checkpoint_tensors import collect_optimizer_tensors
+from rl.training.checkpoints.files import sum_of_file
+from rl.training.checkpoints.tensors import collect_optimizer_tensors
 from rl.training.checks import check_trainer
 from rl.training.compat import replace_local_shard
 from rl.training.engine import TrainingEngine

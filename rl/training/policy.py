@@ -35,7 +35,6 @@ from rl.distributed.sharding import (
     slice_local_shard,
 )
 from rl.distributed.stages import plan_stages
-from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import get_row_multiple, make_batch_invariant
 from rl.models.converter import ModelConverter, ModelConverters
 from rl.models.decoder import (
@@ -45,7 +44,8 @@ from rl.models.decoder import (
     reset_buffers,
     take_part,
 )
-from rl.models.hf import HFFolder, find_hf_buffers, read_parameters
+from rl.models.files.hf import HFFolder, find_hf_buffers, read_parameters
+from rl.models.layers.attention import SequenceLayout
 from rl.models.logprobs import compute_chunk_logprobs, compute_token_logprobs
 from rl.models.lora import LoRA
 from rl.models.parallelize import parallelize_decoder

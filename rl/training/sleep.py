@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl.distributed.process_group import barrier
 from rl.distributed.sharding import local_tensor
-from rl.training.checkpoint_tensors import collect_model_tensors
+from rl.training.checkpoints.tensors import collect_model_tensors
 from rl.training.compat import identify_storage
 from rl.training.engine import TrainingEngine
 

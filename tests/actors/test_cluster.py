@@ -20,7 +20,7 @@ from actors.cluster.shared_devices import DeviceLock
 from actors.launch.calls import ActorCallError, ActorLostError
 from rl.distributed.process_group import World
 from rl.rollouts.samples import policy_sample
-from rl.training.checkpoint_files import DamagedCheckpointError
+from rl.training.checkpoints.files import DamagedCheckpointError
 from rl.training.engine import TrainingEngine
 from rl.types import SamplingParams
 from rl.utils.errors import RunError

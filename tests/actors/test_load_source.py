@@ -8,11 +8,11 @@ import pytest
 
 from actors.preflight.checks import check_source
 from configs.sum_digits import tiny, tiny_moe
-from rl.models.hf import write_random_model
+from rl.models.files.hf import write_random_model
 from rl.models.lora import LoRA
 from rl.models.qwen3 import model_registry
 from rl.starting_point import describe_random_model, open_model_folder
-from rl.training.checkpoint_config import LoadSource
+from rl.training.checkpoints.config import LoadSource
 from rl.training.engine import TrainingEngine
 
 ADAPTERS = LoRA.Config(rank=4, target_modules=("q_proj", "v_proj"))

@@ -15,7 +15,7 @@ from rl.config.cli import parse_cli
 from rl.config.json import write_json
 from rl.models.float8 import Float8GroupedMM
 from rl.tasks.fingerprint import make_fingerprint
-from rl.training.checkpoint_files import read_state, sum_of_file, write_description
+from rl.training.checkpoints.files import read_state, sum_of_file, write_description
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
 from rl.types import LoopPosition

@@ -11,7 +11,7 @@ import torch
 
 from actors.trainer import PolicyTrainer
 from losses.cross_entropy import CrossEntropyLoss
-from rl.models.tokenizer import build_byte_tokenizer
+from rl.models.files.tokenizer import build_byte_tokenizer
 from rl.training.config import ReferenceConfig
 from rl.types import TrainingSample
 from rl.weights.store import WeightStore

@@ -17,8 +17,8 @@ from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import RunFolder
 from rl.tasks.fingerprint import make_fingerprint
 from rl.tasks.sum_digits import SumDigits
-from rl.training.checkpoint_config import LoadSource, find_own_checkpoint
-from rl.training.checkpoint_files import DamagedCheckpointError, list_steps, read_state
+from rl.training.checkpoints.config import LoadSource, find_own_checkpoint
+from rl.training.checkpoints.files import DamagedCheckpointError, list_steps, read_state
 from rl.utils.errors import RunError
 from tests.support.checkpoints import save
 from tests.support.event_files import points

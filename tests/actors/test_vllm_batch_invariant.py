@@ -12,7 +12,7 @@ import pytest
 
 from rl.distributed.process_group import World
 from rl.models.generate import generate as generate_plainly
-from rl.models.rope import LinearScaling
+from rl.models.layers.rope import LinearScaling
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.types import SamplingParams, TrainingSample

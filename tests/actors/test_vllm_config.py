@@ -15,7 +15,7 @@ from actors.vllm import core, model
 from actors.vllm.engine import GeneratorEngine
 from actors.vllm.requests import check_call, check_sequences
 from rl.distributed.process_group import World
-from rl.models.hf import write_hf_folder
+from rl.models.files.hf import write_hf_folder
 from rl.types import Completion, SamplingParams
 from tests.support.fp8_folders import quantize_folder
 from tests.support.policies import VOCAB_SIZE, random_model, small_spec

@@ -9,10 +9,10 @@ from torch import nn
 
 import examples.custom_model  # noqa: F401 registers the family granite
 from rl.models import decoder
-from rl.models.attention import SequenceLayout
 from rl.models.decoder import Attention, Decoder
-from rl.models.norm import RMSNorm
-from rl.models.rope import rotate
+from rl.models.layers.attention import SequenceLayout
+from rl.models.layers.norm import RMSNorm
+from rl.models.layers.rope import rotate
 from tests.support.policies import random_model, small_spec
 
 pytestmark = pytest.mark.medium

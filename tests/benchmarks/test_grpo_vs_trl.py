@@ -8,7 +8,7 @@ import pytest
 from benchmarks import trl_sides
 from benchmarks.grpo_vs_trl import main
 from benchmarks.sums import write_endless_model
-from rl.models.tokenizer import build_byte_tokenizer
+from rl.models.files.tokenizer import build_byte_tokenizer
 
 
 def test_an_inner_phase_is_not_part_of_the_outer_one(monkeypatch):

@@ -20,7 +20,7 @@ from examples.custom_model import model_registry
 from rl.config.cli import parse_cli
 from rl.config.json import read_json, write_json
 from rl.config.registry import ResolvedRun, list_registry_functions, load_module
-from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
+from rl.models.files.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import make_renderer
 from rl.tasks.generated import GeneratedTask

@@ -4,7 +4,7 @@ import pytest
 
 from rl.distributed.context_parallel import ContextParallel
 from rl.distributed.mesh import DataRank, Degrees, ParallelismConfig, build_mesh
-from rl.models.attention import SequenceLayout
+from rl.models.layers.attention import SequenceLayout
 
 
 def test_remaining_ranks_hold_shards_and_share_the_experts():

@@ -13,7 +13,7 @@ import pytest
 from examples import custom_environment, multi_turn_tools
 from examples.custom_environment import GuessNumber
 from examples.multi_turn_tools import Arithmetic
-from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
+from rl.models.files.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.observability.metrics import read_metrics
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import make_renderer

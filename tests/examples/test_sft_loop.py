@@ -11,7 +11,7 @@ from examples.sft_loop import (
     read_conversations,
     write_running_sums,
 )
-from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
+from rl.models.files.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.types import Message, Role
 

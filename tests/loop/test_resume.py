@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl.loop.stop_request import StopRequest
-from rl.training.checkpoint_config import CheckpointConfig
+from rl.training.checkpoints.config import CheckpointConfig
 from rl.training.failures import NonFiniteLossError
 from rl.types import LoopPosition
 from rl.utils.errors import RunError, StopRequestedError

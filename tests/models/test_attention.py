@@ -7,8 +7,8 @@ import torch
 
 from rl.distributed.compile import CompileConfig, compile_blocks
 from rl.distributed.context_parallel import ContextParallel
-from rl.models.attention import AttentionBySegment, PackedAttention, SequenceLayout
 from rl.models.batch_invariant.model import InvariantAttention
+from rl.models.layers.attention import AttentionBySegment, PackedAttention, SequenceLayout
 
 
 def textbook(inputs, lengths, window=10**6):
@@ -58,7 +58,7 @@ def test_packed_attention_and_its_gradient_equal_the_textbook(lengths, num_kv_he
 @pytest.mark.parametrize("num_keys", [[3, 1, 14], [96, 3]])
 @pytest.mark.parametrize("limit", [0, 10**6])
 def test_single_queries_see_the_last_keys(num_keys, window, limit, monkeypatch):
-    monkeypatch.setattr("rl.models.attention.MAX_PADDED_KEYS", limit)
+    monkeypatch.setattr("rl.models.layers.attention.MAX_PADDED_KEYS", limit)
     ends = torch.tensor(num_keys).cumsum(0)
     q, k, v = random_qkv(sum(num_keys))
     layout = SequenceLayout.of_single_queries(

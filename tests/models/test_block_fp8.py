@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl.distributed.process_group import World
-from rl.models.hf import HFFolder, read_parameters, write_hf_folder
-from rl.models.tokenizer import build_byte_tokenizer
+from rl.models.files.hf import HFFolder, read_parameters, write_hf_folder
+from rl.models.files.tokenizer import build_byte_tokenizer
 from rl.training.engine import TrainingEngine
 from tests.support.fp8_folders import quantize_folder
 from tests.support.policies import random_model, small_spec

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rl.models.converter import ModelConverter
-from rl.training.checkpoint_files import read_state
+from rl.training.checkpoints.files import read_state
 from tests.training.parts import make_engine, make_samples
 
 SAMPLES = make_samples()

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl.models.attention import SequenceLayout
 from rl.models.decoder import find_persistent_buffers, linear_head, reset_buffers
-from rl.models.norm import RMSNorm
+from rl.models.layers.attention import SequenceLayout
+from rl.models.layers.norm import RMSNorm
 from tests.support.policies import full_logits, random_model, small_spec
 
 LENGTHS = [5, 1, 9, 3]

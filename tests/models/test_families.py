@@ -7,7 +7,7 @@ import torch
 
 from examples import custom_model
 from rl.models import gemma3_text, llama, mistral, qwen2, qwen3, qwen3_moe
-from rl.models.hf import HFFolder, read_parameters, write_hf_folder
+from rl.models.files.hf import HFFolder, read_parameters, write_hf_folder
 from rl.models.spec import FAMILIES, model_spec, spec_from_hf
 from tests.support.policies import full_logits, small_spec
 

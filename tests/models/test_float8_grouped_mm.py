@@ -11,8 +11,8 @@ import torch
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.mesh import Degrees
 from rl.models.float8 import Float8GroupedMM, emulate_groups_in_float8, multiply_groups_in_float8
+from rl.models.layers.moe import GroupedExperts, multiply_groups
 from rl.models.lora import LoRA
-from rl.models.moe import GroupedExperts, multiply_groups
 from tests.models.test_float8 import E4M3, rounded
 from tests.training.parts import (
     assert_near,

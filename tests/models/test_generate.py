@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from rl.models.files.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.models.generate import build_requests, complete, generate, prompt_logprobs
 from rl.models.sampling import draw, draw_uniforms, process_logits, request_seeds, spells_any
-from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.types import SamplingParams
 from tests.support.policies import full_logits, random_model, recomputed_logprobs, small_spec
 
@@ -41,7 +41,7 @@ def test_logprobs_equal_those_of_a_forward_over_the_whole_sequence(model, temper
 
 @pytest.mark.parametrize("limit", [0, 10**6])
 def test_sampling_past_a_window_equals_a_forward_over_the_whole_sequence(limit, monkeypatch):
-    monkeypatch.setattr("rl.models.attention.MAX_PADDED_KEYS", limit)
+    monkeypatch.setattr("rl.models.layers.attention.MAX_PADDED_KEYS", limit)
     model = random_model(
         small_spec(family="gemma3_text", switches={"window": 7, "global_layers": (1,)}), seed=0
     )

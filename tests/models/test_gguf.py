@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl.models.assets import resolve_assets
-from rl.models.hf import HFFolder, read_parameters
+from rl.models.files.assets import resolve_assets
+from rl.models.files.hf import HFFolder, read_parameters
+from rl.models.files.tokenizer import load_tokenizer
 from rl.models.spec import spec_from_hf
-from rl.models.tokenizer import load_tokenizer
 from tests.support.gguf_files import random_tensors, write_gguf
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl.models.hf import HFFolder, read_parameters, write_hf_folder, write_random_model
+from rl.models.files.hf import HFFolder, read_parameters, write_hf_folder, write_random_model
+from rl.models.files.tokenizer import load_tokenizer
 from rl.models.qwen3 import Qwen3Adapter
-from rl.models.tokenizer import load_tokenizer
 from tests.support.policies import random_model, small_spec
 
 

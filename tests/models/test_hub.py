@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, hf_hub_download
 
-from rl.models import hub as our_hub
-from rl.models.assets import UnpreparedError, resolve_assets
+from rl.models.files import hub as our_hub
+from rl.models.files.assets import UnpreparedError, resolve_assets
 from rl.models.spec import model_spec
 from tests.support.fake_hub import COMMITS, fake_hub
 

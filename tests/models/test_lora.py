@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from losses.cross_entropy import CrossEntropyLoss
 from rl.models import qwen2
 from rl.models.decoder import FeedForward
+from rl.models.files.peft import CONFIG_FILE, WEIGHTS_FILE, read_peft_folder, write_peft_folder
 from rl.models.lora import ALL_LINEAR, LoRA
-from rl.models.peft import CONFIG_FILE, WEIGHTS_FILE, read_peft_folder, write_peft_folder
 from tests.support.policies import full_logits
 from tests.training.parts import (
     RANK,

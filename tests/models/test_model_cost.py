@@ -8,9 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from examples import custom_model
 from rl.distributed.mesh import Degrees
 from rl.models import qwen2, qwen3, qwen3_moe
-from rl.models.attention import SequenceLayout
 from rl.models.converter import ModelConverters
 from rl.models.decoder import linear_head
+from rl.models.layers.attention import SequenceLayout
 from rl.models.lora import LoRA
 from rl.models.model_cost import count_work
 from rl.models.qwen3 import model_registry

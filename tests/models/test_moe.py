@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl.models.moe import ExpertRouter, MoE, multiply_groups, multiply_in_one_kernel
+from rl.models.layers.moe import ExpertRouter, MoE, multiply_groups, multiply_in_one_kernel
 from rl.models.parallelize import check_tensor_parallel
 from tests.support.policies import random_model, small_spec
 

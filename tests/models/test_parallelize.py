@@ -13,7 +13,7 @@ from examples.custom_model import MULTIPLIERS
 from rl.distributed.compat import use_one_gloo_worker
 from rl.distributed.mesh import CP, DP_REPLICATE, DP_SHARD, TP
 from rl.distributed.sharding import ShardingOptions, gather_whole, local_tensor
-from rl.models.attention import SequenceLayout
+from rl.models.layers.attention import SequenceLayout
 from rl.models.logprobs import compute_token_logprobs
 from rl.models.parallelize import gather_logits, parallelize_decoder, parallelize_decoder_generator
 from tests.support.distributed import run_ranks

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.models.assets import resolve_assets
-from rl.models.attention import SequenceLayout
 from rl.models.decoder import linear_head
-from rl.models.hf import HFFolder, read_parameters
+from rl.models.files.assets import resolve_assets
+from rl.models.files.hf import HFFolder, read_parameters
+from rl.models.files.tokenizer import open_tokenizer
+from rl.models.layers.attention import SequenceLayout
 from rl.models.spec import model_spec, spec_from_hf
-from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.types import Completion, Message
 

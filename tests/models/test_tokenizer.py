@@ -5,7 +5,7 @@ import shutil
 import pytest
 from tokenizers import Tokenizer
 
-from rl.models.tokenizer import (
+from rl.models.files.tokenizer import (
     SPECIAL_TOKENS,
     WORD_TOKENS,
     build_byte_tokenizer,

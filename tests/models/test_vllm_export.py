@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from examples import custom_model
-from rl.models.hf import HFFolder, read_parameters, write_hf_folder, write_random_model
+from rl.models.files.hf import HFFolder, read_parameters, write_hf_folder, write_random_model
+from rl.models.layers.rope import Llama3Scaling, YarnScaling
 from rl.models.lora import LoRA
-from rl.models.rope import Llama3Scaling, YarnScaling
 from rl.models.spec import ModelSpec, model_spec, spec_from_hf
 from rl.training.engine import TrainingEngine
 from tests.support.policies import sequence_logprobs

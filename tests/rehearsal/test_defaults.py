@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from rl.models.hf import write_random_model
+from rl.models.files.hf import write_random_model
 from rl.models.spec import model_spec
 from tests.support.rehearsal import ONE_ALL_REDUCE
 

@@ -18,10 +18,10 @@ from rl.config.json import to_dict
 from rl.local import LocalBackend
 from rl.loop.warmup import SupervisedWarmup
 from rl.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
-from rl.models.hf import write_random_model
+from rl.models.files.hf import write_random_model
+from rl.models.files.tokenizer import open_tokenizer
+from rl.models.layers.rope import RoPE
 from rl.models.qwen3 import model_registry
-from rl.models.rope import RoPE
-from rl.models.tokenizer import open_tokenizer
 from rl.observability.metrics import MetricsWriter
 from rl.observability.recorder import Recorder, RecorderConfig
 from rl.observability.run_folder import RunFolder
@@ -33,7 +33,7 @@ from rl.rollouts.episode import Sampling
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.generated import GeneratedTask
-from rl.training.checkpoint_config import CheckpointConfig
+from rl.training.checkpoints.config import CheckpointConfig
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer

@@ -17,7 +17,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from rl.models.tokenizer import build_byte_tokenizer, load_tokenizer
+from rl.models.files.tokenizer import build_byte_tokenizer, load_tokenizer
 from rl.rollouts.control_tokens import (
     ControlTokens,
     Fragment,

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from rl.models.tokenizer import build_byte_tokenizer, load_tokenizer
+from rl.models.files.tokenizer import build_byte_tokenizer, load_tokenizer
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.types import Message
 from tests.support.chat_templates import byte_tokenizer, merging_tokenizer

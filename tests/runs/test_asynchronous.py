@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from rl.models.hf import HFFolder
+from rl.models.files.hf import HFFolder
 from tests.support.runs import run_to_the_end
 
 LIMIT_S = 400

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rl.models.hf import HFFolder
+from rl.models.files.hf import HFFolder
 from rl.observability.run_folder import read_status
-from rl.training.checkpoint_files import check_files, list_steps
+from rl.training.checkpoints.files import check_files, list_steps
 from rl.training.failures import read_batch
 from tests.support.leaks import Watch, drop_files_of_others, list_shared_memory
 from tests.support.runs import kill_role, run_to_the_end

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rl.distributed.process_group import World
-from rl.models.attention import SequenceLayout
 from rl.models.decoder import Decoder, linear_head
+from rl.models.layers.attention import SequenceLayout
 from rl.models.qwen3 import model_registry
 from tests.support.explained import explained
 from tests.support.runs import FinishedRun, run_to_the_end

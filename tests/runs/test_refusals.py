@@ -12,7 +12,7 @@ from rl.config.cli import main
 from rl.config.json import write_json
 from rl.config.registry import resolve
 from rl.distributed.process_group import World
-from rl.models.hf import write_random_model
+from rl.models.files.hf import write_random_model
 from rl.models.qwen3 import model_registry
 from rl.observability.run_folder import RunFolder, read_status
 from rl.training.engine import TrainingEngine

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from rl.observability.recorder import read_rollouts
-from rl.training.checkpoint_files import list_steps, read_state
+from rl.training.checkpoints.files import list_steps, read_state
 from tests.support.runs import SHORT, run_to_the_end, signal_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

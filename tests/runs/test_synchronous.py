@@ -12,7 +12,7 @@ import pytest
 from examples.controller_loop import train
 from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import read_status
-from rl.training.checkpoint_files import list_steps, read_state
+from rl.training.checkpoints.files import list_steps, read_state
 from rl.types import LoopPosition
 from tests.support.faulty_configs import chaos
 from tests.support.runs import run_to_the_end

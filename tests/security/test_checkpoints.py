@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from actors.preflight.checks import check_source
 from configs.sum_digits import tiny
-from rl.models.hf import write_random_model
+from rl.models.files.hf import write_random_model
 from rl.models.qwen3 import model_registry
 from rl.starting_point import describe_random_model
-from rl.training.checkpoint_config import CheckpointConfig, find_load_source
-from rl.training.checkpoint_files import (
+from rl.training.checkpoints.config import CheckpointConfig, find_load_source
+from rl.training.checkpoints.files import (
     METADATA,
     DamagedCheckpointError,
     check_files,
@@ -33,8 +33,8 @@ from rl.training.checkpoint_files import (
     sum_of_file,
     write_description,
 )
-from rl.training.checkpoint_metadata import read_saved_tensors
-from rl.training.checkpoint_tensors import select_own_exclusions
+from rl.training.checkpoints.metadata import read_saved_tensors
+from rl.training.checkpoints.tensors import select_own_exclusions
 from rl.utils.processes import seed_everything
 from tests.training.parts import make_engine, step, weights, write_assets
 

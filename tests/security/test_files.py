@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl.config.cli import parse_cli
-from rl.models.hf import HFFolder, read_parameters, write_hf_folder, write_random_model
-from rl.models.peft import read_peft_folder, write_peft_folder
+from rl.models.files.hf import HFFolder, read_parameters, write_hf_folder, write_random_model
+from rl.models.files.peft import read_peft_folder, write_peft_folder
+from rl.models.files.tokenizer import open_tokenizer
 from rl.models.spec import FAMILIES
-from rl.models.tokenizer import open_tokenizer
 from rl.starting_point import open_model_folder
 from tests.support.fp8_folders import quantize_folder
 from tests.support.policies import random_model, small_spec

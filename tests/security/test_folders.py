@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl.models.assets import resolve_assets
 from rl.models.decoder import find_persistent_buffers
-from rl.models.folder_check import check_model_folder
-from rl.models.hf import HFFolder, write_hf_folder, write_random_model
-from rl.models.peft import read_peft_folder, write_peft_folder
-from rl.models.tokenizer import (
+from rl.models.files.assets import resolve_assets
+from rl.models.files.folder_check import check_model_folder
+from rl.models.files.hf import HFFolder, write_hf_folder, write_random_model
+from rl.models.files.peft import read_peft_folder, write_peft_folder
+from rl.models.files.tokenizer import (
     TokenizerFingerprint,
     compute_fingerprint,
     list_tokenizer_files,

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from rl.models.assets import resolve_assets
-from rl.models.gguf_header import check_gguf_header
+from rl.models.files.assets import resolve_assets
+from rl.models.files.gguf_header import check_gguf_header
 from tests.support.gguf_files import random_tensors, write_gguf
 
 UINT8, UINT32, STRING, ARRAY = 0, 4, 8, 9

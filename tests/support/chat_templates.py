@@ -9,7 +9,7 @@ from typing import Any
 
 import trl
 
-from rl.models.tokenizer import build_byte_tokenizer, list_byte_characters, load_tokenizer
+from rl.models.files.tokenizer import build_byte_tokenizer, list_byte_characters, load_tokenizer
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 ENDS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rl.training.checkpoint_files import SavedState, sum_of_file, write_description
+from rl.training.checkpoints.files import SavedState, sum_of_file, write_description
 from rl.types import LoopPosition
 
 

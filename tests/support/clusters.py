@@ -20,7 +20,7 @@ from actors.launch.member import LogSettings
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
 from rl.distributed.mesh import ParallelismConfig
-from rl.models.hf import write_random_model
+from rl.models.files.hf import write_random_model
 from rl.models.qwen3 import model_registry
 from rl.rollouts.samples import policy_sample
 from rl.tasks.sum_digits import make_problem

@@ -21,7 +21,7 @@ from rl.rollouts.environment import Environments
 from rl.rollouts.rubric import Rubric
 from rl.starting_point import StartingPoint
 from rl.tasks.fingerprint import make_fingerprint
-from rl.training.checkpoint_files import read_state
+from rl.training.checkpoints.files import read_state
 from rl.types import SamplingParams
 from rl.utils.errors import RunError
 from rl.weights.store import Shard, WeightStore

@@ -12,7 +12,7 @@ from configs.sum_digits import tiny, tiny_moe
 from losses.policy import GRPOLoss
 from losses.types import LossInputs, LossOutput
 from rl.tasks.sum_digits import SumDigits
-from rl.training.checkpoint import Checkpointer
+from rl.training.checkpoints.checkpointer import Checkpointer
 
 
 def short() -> Controller.Config:

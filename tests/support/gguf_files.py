@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.models.tokenizer import list_byte_characters
+from rl.models.files.tokenizer import list_byte_characters
 
 SETTINGS: dict[str, Any] = {
     "embedding_length": 64, "block_count": 2, "feed_forward_length": 96, "attention.head_count": 4,

@@ -17,7 +17,7 @@ from rl.rollouts.renderer import Renderer
 from rl.rollouts.rubric import Rubric
 from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.tasks.task import Task
-from rl.training.checkpoint_config import CheckpointConfig
+from rl.training.checkpoints.config import CheckpointConfig
 from rl.types import LoopPosition, Problem
 from tests.support.fakes import RENDERER, FakePolicy, ListSink, RubricRewarder
 from tests.support.virtual_time import run_in_virtual_time

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from rl.distributed.sharding import local_tensor, slice_local_shard
-from rl.models.attention import SequenceLayout
 from rl.models.decoder import Decoder, FeedForward, find_persistent_buffers, linear_head
-from rl.models.hf import find_hf_buffers, write_hf_folder
-from rl.models.moe import MoE
+from rl.models.files.hf import find_hf_buffers, write_hf_folder
+from rl.models.layers.attention import SequenceLayout
+from rl.models.layers.moe import MoE
 from rl.models.sampling import process_logits
 from rl.models.spec import ModelSpec, model_spec
 from rl.types import Completion, SamplingParams

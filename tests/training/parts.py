@@ -15,12 +15,12 @@ from torch import Tensor
 from examples import custom_model
 from rl.models import gemma3_text, qwen3, qwen3_moe
 from rl.models.decoder import FeedForward
-from rl.models.hf import write_hf_folder
+from rl.models.files.hf import write_hf_folder
+from rl.models.files.peft import write_peft_folder
+from rl.models.files.tokenizer import build_byte_tokenizer
+from rl.models.layers.moe import MoE
 from rl.models.lora import ALL_LINEAR
-from rl.models.moe import MoE
-from rl.models.peft import write_peft_folder
 from rl.models.spec import ModelSpec
-from rl.models.tokenizer import build_byte_tokenizer
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer

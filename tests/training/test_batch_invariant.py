@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
-from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
 from rl.models.generate import prompt_logprobs
+from rl.models.layers.attention import SequenceLayout
 from rl.models.parallelize import gather_logits, parallelize_decoder_generator
 from rl.training.checks import check_trainer_rules
 from rl.training.engine import TrainingEngine

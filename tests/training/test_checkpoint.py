@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from losses.policy import GRPOLoss
-from rl.models.hf import HFFolder, read_parameters
+from rl.models.files.hf import HFFolder, read_parameters
+from rl.models.files.peft import CONFIG_FILE
 from rl.models.lora import LoRA
-from rl.models.peft import CONFIG_FILE
-from rl.training.checkpoint_files import DamagedCheckpointError, read_state
-from rl.training.checkpoint_metadata import read_saved_tensors
+from rl.training.checkpoints.files import DamagedCheckpointError, read_state
+from rl.training.checkpoints.metadata import read_saved_tensors
 from rl.training.config import ReferenceConfig
 from rl.training.optimizer import LRSchedule
 from rl.types import LoopPosition

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from rl.training.checkpoint_config import (
+from rl.training.checkpoints.config import (
     CheckpointConfig,
     LoadSource,
     find_load_source,
     find_own_checkpoint,
 )
-from rl.training.checkpoint_files import (
+from rl.training.checkpoints.files import (
     MANIFEST,
     STATE,
     DamagedCheckpointError,
@@ -20,7 +20,7 @@ from rl.training.checkpoint_files import (
     list_steps,
     read_state,
 )
-from rl.training.checkpoint_tensors import is_excluded
+from rl.training.checkpoints.tensors import is_excluded
 from rl.types import LoopPosition
 from tests.support.checkpoints import save, truncate
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from rl.training.checkpoint import Checkpointer
-from rl.training.checkpoint_files import (
+from rl.training.checkpoints.checkpointer import Checkpointer
+from rl.training.checkpoints.files import (
     list_steps,
     read_state,
     step_folder,

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from rl.models.decoder import find_persistent_buffers
-from rl.models.hf import HFFolder
-from rl.models.moe import ExpertRouter, MoE
+from rl.models.files.hf import HFFolder
+from rl.models.layers.moe import ExpertRouter, MoE
 from rl.training.checks import check_experts
 from rl.training.config import ExpertBalanceConfig
 from rl.training.experts import ExpertBalance

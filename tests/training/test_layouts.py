@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from rl.models.hf import HFFolder, read_parameters
-from rl.training.checkpoint_metadata import read_saved_tensors
+from rl.models.files.hf import HFFolder, read_parameters
+from rl.training.checkpoints.metadata import read_saved_tensors
 from tests.support.distributed import run_ranks
 from tests.training.layouts import (
     REDUCED,

@@ -23,8 +23,8 @@ from rl.distributed.process_group import World
 from rl.models import qwen3, qwen3_moe
 from rl.models.converter import ModelConverter
 from rl.models.decoder import FeedForward
+from rl.models.layers.moe import MoE
 from rl.models.lora import LoRA
-from rl.models.moe import MoE
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
 from rl.training.device_memory import use_growing_segments

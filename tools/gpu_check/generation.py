@@ -18,7 +18,7 @@ from torch import Tensor
 from actors.vllm.config import ENVIRONMENT
 from benchmarks.generator_step import least_s
 from benchmarks.processes import Worker
-from rl.models.hf import HFFolder, read_parameters, write_random_model
+from rl.models.files.hf import HFFolder, read_parameters, write_random_model
 from rl.models.model_cost import count_work
 from rl.models.spec import model_spec
 from rl.observability.machine import measure_limits

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl.models.attention import PackedAttention, SequenceLayout
-from rl.models.moe import multiply_groups
-from rl.models.norm import RMSNorm
+from rl.models.layers.attention import PackedAttention, SequenceLayout
+from rl.models.layers.moe import multiply_groups
+from rl.models.layers.norm import RMSNorm
 from rl.models.sampling import draw, process_logits
 from rl.models.spec import model_spec
 from rl.types import SamplingParams

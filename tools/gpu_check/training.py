@@ -13,7 +13,7 @@ import torch
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.compile import CompileConfig
-from rl.models.hf import write_random_model
+from rl.models.files.hf import write_random_model
 from rl.models.model_cost import count_work
 from rl.models.spec import ModelSpec, model_spec
 from rl.observability.machine import measure_limits

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from losses.cross_entropy import CrossEntropyLoss
-from rl.models.hf import write_random_model
+from rl.models.files.hf import write_random_model
+from rl.models.files.tokenizer import open_tokenizer
 from rl.models.qwen3 import model_registry
-from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.samples import make_demonstration_sample
 from rl.trainer_types import OptimParams
 from rl.training.config import TrainingConfig

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl.models.attention import PackedAttention, SequenceLayout, select_keys
 from rl.models.decoder import Attention, Decoder, FeedForward
+from rl.models.layers.attention import PackedAttention, SequenceLayout, select_keys
 from rl.models.spec import ModelSpec
 
 ROW_MULTIPLE = 32

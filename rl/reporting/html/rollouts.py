@@ -20,7 +20,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from rl.models.tokenizer import build_byte_tokenizer, read_tokenizer_json
+from rl.models.files.tokenizer import build_byte_tokenizer, read_tokenizer_json
 from rl.observability.metrics import parse_number, to_json
 from rl.observability.run_folder import STARTING_POINTS
 
@@ -338,7 +338,9 @@ def open_token_texts(folder: Path, values: Mapping[str, Any]) -> tuple[TokenText
 
 def _find_start(given: str, values: Mapping[str, Any], *, cache: Path) -> Path:
     """Return the folder that a run started from, or the given path if it is no longer there."""
-    from rl.models.assets import resolve_assets  # it imports PyTorch, which most reports need not
+    from rl.models.files.assets import (
+        resolve_assets,  # it imports PyTorch, which most reports need not
+    )
 
     # The text may be no path at all, or name a home that is unknown.
     with suppress(ValueError, OSError, RuntimeError):

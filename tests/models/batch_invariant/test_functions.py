@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rl.models import decoder
-from rl.models.attention import PackedAttention, SequenceLayout
 from rl.models.batch_invariant.functions import (
     attend,
     attend_to_cache,
@@ -16,6 +15,7 @@ from rl.models.batch_invariant.functions import (
     store_in_cache,
     swiglu,
 )
+from rl.models.layers.attention import PackedAttention, SequenceLayout
 from rl.utils.processes import use_threads
 
 pytestmark = pytest.mark.medium

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from rl.models.tokenizer import build_byte_tokenizer
+from rl.models.files.tokenizer import build_byte_tokenizer
 from rl.reporting.html.rollouts import CHUNK_TOKENS, TokenTexts, open_token_texts, pack_rollouts
 from tests.support.report_runs import rollout, unpack
 

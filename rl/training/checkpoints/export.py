@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from rl.distributed.process_group import barrier
-from rl.models.hf import find_hf_buffers, write_hf_folder
-from rl.models.peft import write_peft_folder
+from rl.models.files.hf import find_hf_buffers, write_hf_folder
+from rl.models.files.peft import write_peft_folder
 from rl.training.policy import Policy
 
 logger = logging.getLogger(__name__)

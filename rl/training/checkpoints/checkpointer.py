@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from rl.config.configurable import Configurable
 from rl.distributed.collectives import run_on_all_ranks, run_on_first_rank
-from rl.models.folder_check import has_weights
-from rl.models.hf import HFFolder
-from rl.models.peft import is_peft_folder
-from rl.models.tokenizer import compute_fingerprint
-from rl.training.checkpoint_config import CheckpointConfig
-from rl.training.checkpoint_files import (
+from rl.models.files.folder_check import has_weights
+from rl.models.files.hf import HFFolder
+from rl.models.files.peft import is_peft_folder
+from rl.models.files.tokenizer import compute_fingerprint
+from rl.training.checkpoints.config import CheckpointConfig
+from rl.training.checkpoints.files import (
     RANDOM,
     FileSum,
     SavedState,
@@ -39,7 +39,12 @@ from rl.training.checkpoint_files import (
     sum_of_file,
     write_description,
 )
-from rl.training.checkpoint_tensors import (
+from rl.training.checkpoints.random_states import (
+    name_random_file,
+    pack_random_states,
+    read_random_states,
+)
+from rl.training.checkpoints.tensors import (
     MODEL,
     REFERENCE,
     TRAIN_STATE,
@@ -54,7 +59,6 @@ from rl.training.checkpoint_tensors import (
 from rl.training.failures import CheckpointError, wrap_checkpoint_errors
 from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy
-from rl.training.random_states import name_random_file, pack_random_states, read_random_states
 from rl.training.reference import ReferencePolicy
 from rl.types import LoopPosition
 from rl.utils.files import publish_folder
@@ -195,7 +199,7 @@ class Checkpointer(Configurable):
 
         Raises:
             DamagedCheckpointError: a file is missing, truncated or corrupted; nothing was loaded.
-            ValueError: the checkpoint does not fit the run (`rl.training.checkpoint_tensors`).
+            ValueError: the checkpoint does not fit the run (`rl.training.checkpoints.tensors`).
             CheckpointError: the checkpoint could not be read.
         """
         self.wait()

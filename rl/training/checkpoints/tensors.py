@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from rl.distributed.sharding import unwrap
 from rl.models.converter import ModelConverters
 from rl.models.decoder import find_persistent_buffers
-from rl.models.tokenizer import TokenizerFingerprint
-from rl.training.checkpoint_files import METADATA, RANDOM, SavedState
-from rl.training.checkpoint_metadata import SavedTensors, read_saved_tensors
+from rl.models.files.tokenizer import TokenizerFingerprint
+from rl.training.checkpoints.files import METADATA, RANDOM, SavedState
+from rl.training.checkpoints.metadata import SavedTensors, read_saved_tensors
 from rl.training.optimizer import Optimizer
 
 MODEL, OPTIMIZER, REFERENCE = "model", "optimizer", "reference"

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from rl.models.adapter import DecoderAdapter
 from rl.models.decoder import Decoder
-from rl.models.gguf_header import check_gguf_header
-from rl.models.hf import write_hf_folder
+from rl.models.files.gguf_header import check_gguf_header
+from rl.models.files.hf import write_hf_folder
+from rl.models.files.tokenizer import write_json
 from rl.models.spec import spec_from_hf
-from rl.models.tokenizer import write_json
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names in GGUF of the families that can be converted; Mistral's is "llama"."""

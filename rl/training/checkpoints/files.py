@@ -25,7 +25,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl.models.tokenizer import TokenizerFingerprint
+from rl.models.files.tokenizer import TokenizerFingerprint
 from rl.types import LoopPosition, ProblemsFingerprint
 from rl.utils.errors import RunError
 from rl.utils.files import parse_json, remove

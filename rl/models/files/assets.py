@@ -6,9 +6,9 @@ import importlib.util
 import re
 from pathlib import Path
 
-from rl.models.folder_check import check_links, has_weights
-from rl.models.gguf import convert_gguf
-from rl.models.hub import fetch_from_hub
+from rl.models.files.folder_check import check_links, has_weights
+from rl.models.files.gguf import convert_gguf
+from rl.models.files.hub import fetch_from_hub
 
 PACKAGE = "package:"
 """Prefix of the name of an installed Python package that holds a model."""

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from rl.training.checkpoint_files import METADATA, RANDOM, DamagedCheckpointError
+from rl.training.checkpoints.files import METADATA, RANDOM, DamagedCheckpointError
 from rl.training.compat import UNPICKLER_METHODS, PythonUnpickler, StorageInfo
 
 _OF_METADATA = "torch.distributed.checkpoint.metadata"

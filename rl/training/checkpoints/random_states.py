@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from rl.training.checkpoint_files import RANDOM, RANDOM_SUFFIX
+from rl.training.checkpoints.files import RANDOM, RANDOM_SUFFIX
 
 _PYTHON, _NUMPY = 3, "MT19937"
 """Version of Python's state, and the algorithm of numpy's."""

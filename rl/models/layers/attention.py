@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from rl.distributed.collectives import GatherToUse
 from rl.distributed.context_parallel import ContextParallel, join_ranges
-from rl.models.attention_grid import attend, build_grids
 from rl.models.compat import VARLEN_TAKES_GROUPED_HEADS, attend_varlen
+from rl.models.layers.attention_grid import attend, build_grids
 from rl.utils.tensor_memory import to_device
 
 MAX_PADDED_KEYS = 20_000

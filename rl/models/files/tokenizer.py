@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.models.folder_check import CHAT_TEMPLATES, check_links, check_not_pointer
+from rl.models.files.folder_check import CHAT_TEMPLATES, check_links, check_not_pointer
 from rl.utils.files import read_json_object
 
 END_OF_TEXT = "<|endoftext|>"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from rl.models.folder_check import CHAT_TEMPLATES
-from rl.models.hf import read_hf_config
+from rl.models.files.folder_check import CHAT_TEMPLATES
+from rl.models.files.hf import read_hf_config
 from rl.models.spec import spec_from_hf
 from rl.utils.proxies import find_proxy
 

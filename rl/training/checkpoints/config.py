@@ -12,7 +12,7 @@ from typing import Literal
 
 from rl.config.configurable import Configurable, all_of, check_refused, only_if, refused, unless
 from rl.config.tree import check_bounds
-from rl.training.checkpoint_files import (
+from rl.training.checkpoints.files import (
     HF_CONFIG,
     HF_FOLDER,
     Skip,
@@ -22,7 +22,7 @@ from rl.training.checkpoint_files import (
     list_steps,
     read_state,
 )
-from rl.training.checkpoint_tensors import DATALOADER, is_excluded
+from rl.training.checkpoints.tensors import DATALOADER, is_excluded
 from rl.types import LoopPosition
 
 RUN_FOLDER = "checkpoints"

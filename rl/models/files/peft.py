@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl.models.folder_check import ADAPTER_CONFIG, check_links, check_not_pointer, has_weights
-from rl.models.hf import check_finite
-from rl.models.tokenizer import write_json
+from rl.models.files.folder_check import ADAPTER_CONFIG, check_links, check_not_pointer, has_weights
+from rl.models.files.hf import check_finite
+from rl.models.files.tokenizer import write_json
 from rl.utils.files import publish_folder, read_json_object
 
 CONFIG_FILE, WEIGHTS_FILE = ADAPTER_CONFIG, "adapter_model.safetensors"

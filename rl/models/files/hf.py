@@ -23,21 +23,28 @@ from torch import Tensor, nn
 
 from rl.config.json import find_differences, to_dict
 from rl.models.adapter import DecoderAdapter
-from rl.models.block_fp8 import FP8, check_scales, dequantize, is_scale, read_fp8_block, scale_of
 from rl.models.decoder import find_persistent_buffers
-from rl.models.folder_check import (
+from rl.models.files.block_fp8 import (
+    FP8,
+    check_scales,
+    dequantize,
+    is_scale,
+    read_fp8_block,
+    scale_of,
+)
+from rl.models.files.folder_check import (
     INDEX_FILE,
     SINGLE_FILE,
     check_model_folder,
     check_not_pointer,
 )
-from rl.models.spec import ModelSpec, spec_from_hf
-from rl.models.tokenizer import (
+from rl.models.files.tokenizer import (
     build_byte_tokenizer,
     check_tokenizer_files,
     list_tokenizer_files,
     write_json,
 )
+from rl.models.spec import ModelSpec, spec_from_hf
 from rl.utils.files import publish_folder, read_json_object
 
 _TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
