@@ -1,7 +1,7 @@
 """One way in for a script: all actors of a run, from their start to a clean end.
 
     async with open_run(config) as run:
-        await run.publisher.serve(await run.publisher.push())
+        await run.publisher.pull(await run.publisher.push())
         groups = await run.generator.generate(prompts, sampling=sampling)
         await run.trainer.forward_backward(samples)
         await run.trainer.optim_step()

@@ -254,23 +254,31 @@ class ActorWorkers(TrainerClient):
         self._versions: set[int] = set()
 
     async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
-        await self.trainer.call("create_model", model_id, lora, timeout="setup_s")
+        await self.trainer.call(TinkerTrainer.create_model, model_id, lora, timeout="setup_s")
 
     async def delete_model(self, model_id: str) -> None:
-        await self.trainer.call("delete_model", model_id, timeout="train_s")
+        await self.trainer.call(TinkerTrainer.delete_model, model_id, timeout="train_s")
 
     async def save_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
         await self.trainer.call(
-            "save_model", model_id, folder, optimizer=optimizer, timeout="checkpoint_s"
+            TinkerTrainer.save_model,
+            model_id,
+            folder,
+            optimizer=optimizer,
+            timeout="checkpoint_s",
         )
 
     async def load_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
         await self.trainer.call(
-            "load_model", model_id, folder, optimizer=optimizer, timeout="checkpoint_s"
+            TinkerTrainer.load_model,
+            model_id,
+            folder,
+            optimizer=optimizer,
+            timeout="checkpoint_s",
         )
 
     async def push(self, *, model_id: str) -> int:
-        # No more than `keep_versions`: `GeneratorPool.serve` deletes the oldest beyond them.
+        # No more than `keep_versions`: `GeneratorPool.pull` deletes the oldest beyond them.
         limit, version = self._cluster.store.config.keep_versions, next(self._numbers)
         if len(self._versions) >= limit:
             raise LimitReachedError(
@@ -290,8 +298,8 @@ class ActorWorkers(TrainerClient):
         self._versions.add(version)
         return version
 
-    async def serve(self, version: int) -> PullResult:
-        return await self._pool.serve(version)
+    async def pull(self, version: int) -> PullResult:
+        return await self._pool.pull(version)
 
     async def forget(self, version: int) -> None:
         self._versions.discard(version)
@@ -321,7 +329,7 @@ class ActorWorkers(TrainerClient):
         assert top_k == 0, "the base model says that there are none"
         with _translate_errors():
             answers = await next(self._generators).call(
-                "compute_logprobs", [prompt], timeout="train_s"
+                VLLMGenerator.compute_logprobs, [prompt], timeout="train_s"
             )
         # The first token has no logprob: the engine says 0, `PromptLogprobs` NaN.
         logprobs: np.ndarray = answers[0][0].copy()

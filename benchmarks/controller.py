@@ -226,7 +226,7 @@ class FakeActors:
         await asyncio.sleep(0)
         return self._version
 
-    async def serve(self, policy_version: int) -> PullResult:
+    async def pull(self, policy_version: int) -> PullResult:
         await asyncio.sleep(0)
         self._mesh.version = policy_version
         return PullResult()

@@ -53,7 +53,7 @@ async def train(config: RunConfig) -> list[tuple[float, float]]:
     """Return the mean reward and the gradient norm of each step."""
     history = []
     async with open_run(config) as run:
-        await run.publisher.serve(await run.publisher.push())
+        await run.publisher.pull(await run.publisher.push())
         problems = enumerate(run.task.train_problems(seed=config.seed))
         for step in range(1, config.loop.num_steps + 1):
             # All groups at the same time: the generator batches their requests.
@@ -75,7 +75,7 @@ async def train(config: RunConfig) -> list[tuple[float, float]]:
 
             await run.trainer.forward_backward(samples)
             update = await run.trainer.optim_step()
-            await run.publisher.serve(await run.publisher.push())
+            await run.publisher.pull(await run.publisher.push())
             history.append((float(rewards_PG.mean()), update.grad_norm))
             print(
                 f"step {step}: reward {rewards_PG.mean():.3f}, gradient norm {update.grad_norm:.3f}"

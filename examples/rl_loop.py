@@ -1,4 +1,4 @@
-"""GRPO in one file, on four calls: generate, forward_backward, optim_step, push and serve.
+"""GRPO in one file, on four calls: generate, forward_backward, optim_step, push and pull.
 
     python examples/rl_loop.py --steps 50 --seed 0 --output outputs/rl_loop
 
@@ -152,7 +152,7 @@ async def take_grpo_step(
     await local.optim_step(OptimParams(lr=args.lr * min(1.0, step / 10)))
 
     # The next step samples from the new weights.
-    await local.serve(await local.push())
+    await local.pull(await local.push())
     return float(np.mean(rewards_PG)), gradient.ratio_mean
 
 
@@ -181,7 +181,7 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
         await local.export_hf(str(output / "warm"), dtype="float32")
         # The same weights, a new optimizer, step 0.
         await local.load_checkpoint(str(output / "warm"))
-        await local.serve(await local.push())
+        await local.pull(await local.push())
         curve = [(0, await measure_accuracy(local, renderer, held_out))]
         print(
             f"GRPO step   0  greedy accuracy {curve[0][1]:.3f}  "

@@ -4,7 +4,7 @@ The training engine and the model definition are the same; `rl.models.generate` 
 weights are copies, so that the sampler never sees a half-finished step.
 
     async with LocalBackend(config, spec=..., hf_assets_path=...) as local:
-        await local.serve(await local.push())
+        await local.pull(await local.push())
         groups = await local.generate(prompts, sampling=...)
         await local.forward_backward(samples)
         await local.optim_step()
@@ -248,7 +248,7 @@ class LocalBackend(EngineClient):
         Waiting calls that fit are drawn together with it.
         """
         if self._served_version is None:
-            raise RuntimeError("no weights to sample from: await serve(await push()) first")
+            raise RuntimeError("no weights to sample from: await pull(await push()) first")
         # It may have been interrupted while it was queued behind others.
         is_interrupted = self._num_interruptions != interruption
         if call.completions is None and call.error is None and not is_interrupted:
@@ -342,16 +342,16 @@ class LocalBackend(EngineClient):
     async def forget(self, version: int) -> None:
         del self._pushed[version]
 
-    async def serve(self, policy_version: int) -> PullResult:
+    async def pull(self, policy_version: int) -> PullResult:
         """Sample from a pushed version in later calls of `generate`; a run drops earlier versions.
 
         Raises:
             ValueError: the version was not pushed, or a later one is served.
         """
-        await self._run_in("generator", "pull", self._serve, policy_version)
+        await self._run_in("generator", "pull", self._pull, policy_version)
         return PullResult()
 
-    def _serve(self, policy_version: int) -> None:
+    def _pull(self, policy_version: int) -> None:
         versions = list(self._pushed)
         if policy_version not in versions:
             if policy_version == self._served_version:

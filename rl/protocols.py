@@ -144,7 +144,7 @@ class Trainer(Protocol):
 
 
 class Publisher(Protocol):
-    """Weights on their way to the generators, in two parts: push and serve.
+    """Weights on their way to the generators, in two parts: push and pull.
 
     The trainer may compute meanwhile, and step after the push.
     """
@@ -158,7 +158,7 @@ class Publisher(Protocol):
         """
         ...
 
-    async def serve(self, policy_version: int) -> PullResult:
+    async def pull(self, policy_version: int) -> PullResult:
         """Let all generators pull this version; return when all of them serve it."""
         ...
 

@@ -20,8 +20,10 @@ from actors.cluster.group import ActorGroup
 from actors.cluster.publisher import GeneratorPool
 from actors.cluster.recovery import RestartsUsedUpError
 from actors.config import Strategy
+from actors.generator import VLLMGenerator
 from actors.launch.calls import ActorLostError, ActorTimeoutError
 from actors.reward import RewardActor
+from actors.trainer import PolicyTrainer
 from rl.engine_client import EngineClient, FileUse
 from rl.protocols import ResumableGenerator, Rewarder
 from rl.rollouts.rewards import RewardProcess, compute_longest_s
@@ -65,7 +67,9 @@ class TrainerClient(EngineClient):
 
     async def finish_saving(self) -> None:
         # Another role may have the devices: a checkpoint is written from host memory.
-        await self.trainer.call("finish_saving", needs_devices=False, timeout="checkpoint_s")
+        await self.trainer.call(
+            PolicyTrainer.finish_saving, needs_devices=False, timeout="checkpoint_s"
+        )
 
 
 class GeneratorClient:
@@ -87,7 +91,7 @@ class GeneratorClient:
         call_id = uuid.uuid4().hex
         try:
             answers = await self.generator.call(
-                "generate",
+                VLLMGenerator.generate,
                 list(prompts),
                 sampling=sampling,
                 call_id=call_id,
@@ -109,13 +113,15 @@ class GeneratorClient:
         A call that still waits for a shared device is not aborted.
         """
         num_ended, *_ = await self.generator.call(
-            "abort", None, needs_devices=False, timeout="close_s"
+            VLLMGenerator.abort, None, needs_devices=False, timeout="close_s"
         )
         return int(num_ended)
 
     async def _end(self, call_id: str) -> None:
         try:
-            await self.generator.call("abort", [call_id], needs_devices=False, timeout="close_s")
+            await self.generator.call(
+                VLLMGenerator.abort, [call_id], needs_devices=False, timeout="close_s"
+            )
         except RunError as error:
             # The caller has its error; this was only to free the generator.
             logger.debug(
@@ -165,7 +171,12 @@ class RewardClient:
                 work_s = self._longest_s(self._num_asked[rank])
                 try:
                     ((scores,),) = await self._reward.call(
-                        "score", [group], alone, rank=rank, timeout="score_s", extra_s=work_s
+                        RewardActor.score,
+                        [group],
+                        alone,
+                        rank=rank,
+                        timeout="score_s",
+                        extra_s=work_s,
                     )
                     return list(scores)
                 except ActorLostError:

@@ -3,7 +3,7 @@
     cluster = await start_cluster(
         config, launcher=launcher, model_spec=spec, hf_assets_path=folder, store=store, logs=logs
     )
-    await cluster.trainer.call("forward_backward", samples, timeout="train_s")
+    await cluster.trainer.call(PolicyTrainer.forward_backward, samples, timeout="train_s")
     ...
     await cluster.close()
 
@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from actors.cluster.group import ActorGroup
@@ -108,7 +107,8 @@ async def start_cluster(
         await cluster.pool.use_store()
     if starter.restarts:
         # A generator may die while no call waits for it.
-        launcher.run_in_background(cluster.pool.watch(), name="watch over the generators")
+        for member in cluster.pool.members:
+            launcher.run_in_background(member.watch(), name=f"watch over {member.name}")
     return cluster
 
 
@@ -150,20 +150,23 @@ class Cluster:
         self.reward = reward and replace(
             reward, start=starter.restart_reward, supervisor=self._supervisor
         )
-        members: list[ActorGroup] = []
-        for number, group in enumerate(generators):
-            start = partial(self._restart_generator, number)
-            members.append(replace(group, start=start, supervisor=self._supervisor))
+        restart: Callable[[int], Awaitable[ActorGroup]] | None = starter.restart_generator
         if self.config.launch.share_gpus:
-            # Roles that take turns are not restarted: their loss ends the run.
             lock = DeviceLock(
                 trainer=trainer,
                 generators=generators,
-                pull=lambda version, groups: self.pool.pull(version, generators=groups),
+                pull=lambda version, groups: self.pool.pull_and_check(version, generators=groups),
             )
-            self.trainer, members = lock.trainer, lock.generators
+            # Roles that take turns are not restarted: their loss ends the run.
+            self.trainer, generators, restart = lock.trainer, lock.generators, None
         self.pool = GeneratorPool(
-            members, trainer=self.trainer, store=self.store, parity=parity, drains=drains
+            generators,
+            trainer=self.trainer,
+            store=self.store,
+            parity=parity,
+            drains=drains,
+            start=restart,
+            supervisor=self._supervisor,
         )
 
     async def close(self) -> None:
@@ -241,6 +244,3 @@ class Cluster:
     async def _replace_trainer(self) -> None:
         self.trainer.take_over(await self._starter.restart_trainer())
         await self.pool.use_store()
-
-    async def _restart_generator(self, number: int) -> ActorGroup:
-        return await self.pool.join(await self._starter.restart_generator(number))

@@ -1,7 +1,7 @@
 """Actor group: the actors of one role, called together, and restarted when they are lost.
 
     trainer = ActorGroup(name="trainer", mesh=mesh, timeouts=timeouts, processes=role.local)
-    losses = await trainer.call("forward_backward", samples, timeout="train_s")
+    result, *_ = await trainer.call(PolicyTrainer.forward_backward, samples, timeout="train_s")
 
 A call ends in one of three ways: all ranks answer, its deadline passes, or a process of the group
 is dead. The last is noticed within a second, so that no caller waits half an hour for the dead.
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-from monarch.actor import ActorError
+from monarch.actor import ActorError, Endpoint
 
 from actors.cluster.recovery import Supervisor
 from actors.config import Timeouts
@@ -41,7 +41,7 @@ from actors.launch.calls import (
     find_mesh_index,
     get_first_line,
 )
-from actors.launch.compat import SupervisionError
+from actors.launch.compat import SupervisionError, get_endpoint_name
 from actors.vllm.requests import EngineFailedError
 from rl.observability.spans import span
 from rl.utils.errors import RunError
@@ -83,7 +83,8 @@ class ActorGroup:
 
     Example:
         >>> group = ActorGroup(name="reward", mesh=mesh, timeouts=Timeouts(score_s=60))
-        >>> ((scores,),) = await group.call("score", [rollouts], False, rank=1, timeout="score_s")
+        >>> score = RewardActor.score
+        >>> ((scores,),) = await group.call(score, [rollouts], False, rank=1, timeout="score_s")
     """
 
     name: str
@@ -107,7 +108,7 @@ class ActorGroup:
 
     def call(
         self,
-        endpoint: str,
+        endpoint: Endpoint[..., Any] | str,
         *args: Any,
         timeout: TimeoutName,
         extra_s: float = 0.0,
@@ -123,6 +124,8 @@ class ActorGroup:
         deadline counts from then.
 
         Args:
+            endpoint: endpoint of the actors' class or of a base of it, or the name of one that
+                several classes have.
             timeout: deadline of the call, by its field of `timeouts`.
             extra_s: seconds on top.
             rank: the only rank that is called; None calls all.
@@ -141,20 +144,21 @@ class ActorGroup:
             return self._call_on_devices(
                 endpoint, *args, timeout=timeout, extra_s=extra_s, rank=rank, pulls=pulls, **kwargs
             )
+        name = endpoint if isinstance(endpoint, str) else get_endpoint_name(endpoint)
         if self.restarting is not None:
-            return self._refuse(endpoint)
+            return self._refuse(name)
 
         mesh, processes = self.mesh, self.processes
         if rank is not None:
             # The death of another rank is none of this call's.
             mesh = mesh.slice(**find_mesh_index(mesh, rank))
             processes = {rank: processes[rank]} if rank in processes else {}
-        answers = getattr(mesh, endpoint).call(*args, **kwargs)
-        call = _Call(endpoint=endpoint, rank=rank, mesh=self.mesh, processes=processes)
+        answers = getattr(mesh, name).call(*args, **kwargs)
+        call = _Call(endpoint=name, rank=rank, mesh=self.mesh, processes=processes)
         return self._receive(answers, call, timeout=timeout, extra_s=extra_s)
 
     async def _call_on_devices(
-        self, endpoint: str, *args: Any, pulls: int | None, **options: Any
+        self, endpoint: Endpoint[..., Any] | str, *args: Any, pulls: int | None, **options: Any
     ) -> list[Any]:
         assert self.hold_devices is not None
         async with self.hold_devices(pulls=pulls):
@@ -215,6 +219,22 @@ class ActorGroup:
                 ranks=_find_dead(call.processes),
                 is_dead=end_of_process(str(error)) is not None,
             ) from error
+
+    async def watch(self) -> None:
+        """Restart the actors as soon as a process is dead, also while no call waits for them.
+
+        Returns when the role is not restarted any more.
+        """
+        while self.failure is None:
+            with get_death_watch().watch(tuple(self.processes.values())) as death:
+                await death
+            # A call may have noticed first, and the role may be up again.
+            dead = self.find_dead()
+            if dead and self.is_up:
+                message = f"rank {', '.join(map(str, dead))} is dead: its process ended"
+                self.lose(ActorLostError(message, role=self.name, ranks=dead), mesh=self.mesh)
+            while self.restarting is not None:
+                await asyncio.wait({self.restarting})
 
     def find_dead(self) -> list[int]:
         """Return the ranks of this host whose process has ended."""

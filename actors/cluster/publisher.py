@@ -2,33 +2,36 @@
 
     pool = GeneratorPool(generators, trainer=trainer, store=store, parity=text)
     generator = Router([GeneratorClient(member) for member in pool.members], pool=pool)
-    await pool.serve(await pool.push())
+    await pool.pull(await pool.push())
 
-A generator is lost when one of its processes ends or its engine fails, which shows in a call or in
-a look at the processes twice a second. It is restarted in the background, pulls the version that is
-served, is checked as after any pull, and only then receives prompts. No caller waits for it while
-another generator is up.
+A generator is lost when one of its processes ends or its engine fails, which its `ActorGroup`
+notices (group.py). It is restarted in the background (`GeneratorPool._restart`), pulls the version
+that the others hold, is checked as after any pull, and only then receives prompts. No caller waits
+for it while another generator is up: the router (clients.py) sends its prompts there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from actors.cluster.group import ActorGroup
 from actors.cluster.parity import ParityText
-from actors.cluster.recovery import PARITY_ERRORS
+from actors.cluster.recovery import PARITY_ERRORS, Supervisor
+from actors.generator import VLLMGenerator
 from actors.launch.calls import (
-    LOOK_EVERY_S,
     PEER_GRACE_S,
     ActorLostError,
     ActorTimeoutError,
     get_first_line,
 )
+from actors.trainer import PolicyTrainer
 from rl.types import RUN, PullResult
 from rl.utils.clock import now_s
 from rl.utils.errors import RunError
@@ -47,21 +50,30 @@ class GeneratorPool:
 
     def __init__(
         self,
-        members: Sequence[ActorGroup],
+        generators: Sequence[ActorGroup],
         *,
         trainer: ActorGroup,
         store: WeightStore,
         parity: ParityText | None = None,
         drains: bool = False,
+        start: Callable[[int], Awaitable[ActorGroup]] | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         """Make a pool of running generators.
 
         Args:
-            members: the generators. Their restarts end with `join`.
             parity: text of the logprob parity; None compares checksums only.
             drains: a pull first waits for running completions.
+            start: starts a lost generator again, given its number; None: a loss is an error.
+            supervisor: limits the restarts.
         """
+        members = list(generators)
+        if start is not None:
+            for number, group in enumerate(generators):
+                restart = partial(self._restart, number, start)
+                members[number] = replace(group, start=restart, supervisor=supervisor)
         self.members = tuple(members)
+        """The groups to call; a restart replaces the actors behind a group."""
         self.trainer = trainer
         self.store = store
         self.parity = parity
@@ -69,7 +81,7 @@ class GeneratorPool:
         self._expected: dict[int, asyncio.Future[list[Any]]] = {}
         """The trainer's logprobs of the text, by version, requested with the push."""
         self._pulling = asyncio.Lock()
-        """Held during every pull: by `serve` or by a generator that joins."""
+        """Held during every pull, also by a generator that was started again."""
         self._version: int | None = None
         """Version that all members that are up hold, or are about to."""
         self._served = PullResult()
@@ -78,17 +90,6 @@ class GeneratorPool:
     def policy_version(self) -> int | None:
         """Version that the generators hold, or are about to pull; None before the first one."""
         return self._version
-
-    async def watch(self) -> None:
-        """Look for dead generators also while no call is made, until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            for member in self.members:
-                dead = member.find_dead() if member.is_up else []
-                if dead:
-                    message = f"rank {', '.join(map(str, dead))} is dead: its process ended"
-                    error = ActorLostError(message, role=member.name, ranks=dead)
-                    member.lose(error, mesh=member.mesh)
 
     def list_up(self) -> list[int]:
         """Return the numbers of the generators that can be called.
@@ -120,13 +121,18 @@ class GeneratorPool:
         # logprobs are awaited while the generators pull.
         push = asyncio.ensure_future(
             self.trainer.call(
-                "push_model_state_dict", model_id=model_id, version=version, timeout="sync_s"
+                PolicyTrainer.push_model_state_dict,
+                model_id=model_id,
+                version=version,
+                timeout="sync_s",
             )
         )
         expected = None
         if self.parity is not None:
             expected = asyncio.ensure_future(
-                self.trainer.call("compute_logprobs", [self.parity.sample], timeout="train_s")
+                self.trainer.call(
+                    PolicyTrainer.compute_logprobs, [self.parity.sample], timeout="train_s"
+                )
             )
         try:
             pushed = self.store.announce(await push).version
@@ -139,7 +145,7 @@ class GeneratorPool:
             self._expected[pushed] = expected
         return pushed
 
-    async def serve(self, policy_version: int) -> PullResult:
+    async def pull(self, policy_version: int) -> PullResult:
         """Let all generators that are up, and those that join later, pull this version.
 
         Raises:
@@ -158,10 +164,16 @@ class GeneratorPool:
         await self.trainer.wait_while_alive(self.store.prune(), "pruning of old versions")
         return self._served
 
-    async def join(self, group: ActorGroup) -> ActorGroup:
-        """Give a restarted generator the weights that the other generators hold, and return it."""
+    async def _restart(
+        self, number: int, start: Callable[[int], Awaitable[ActorGroup]]
+    ) -> ActorGroup:
+        """Start a lost generator again, and give it the weights that the others hold.
+
+        The group gets requests as soon as it has taken over the actors that are returned.
+        """
+        group = await start(number)
         async with self._pulling:
-            await group.call("use_store", self.store, timeout="sync_s")
+            await group.call(VLLMGenerator.use_store, self.store, timeout="sync_s")
             lost: Sequence[ActorLostError] = ()
             if self._version is not None:
                 try:
@@ -191,8 +203,8 @@ class GeneratorPool:
     async def _use_store(self, member: ActorGroup) -> None:
         mesh = member.mesh
         try:
-            await member.call("abort", None, needs_devices=False, timeout="close_s")
-            await member.call("use_store", self.store, timeout="sync_s")
+            await member.call(VLLMGenerator.abort, None, needs_devices=False, timeout="close_s")
+            await member.call(VLLMGenerator.use_store, self.store, timeout="sync_s")
         except ActorLostError as error:
             logger.info("%s", error)  # its replacement gets the store when it joins
         except ActorTimeoutError as error:
@@ -202,12 +214,14 @@ class GeneratorPool:
     async def _pull_from_living(
         self, version: int, generators: Sequence[ActorGroup]
     ) -> tuple[PullResult, Sequence[ActorLostError]]:
-        """See `pull`; raise ActorLostError if the trainer is lost meanwhile."""
+        """See `pull_and_check`; raise ActorLostError if the trainer is lost meanwhile."""
         what, trainer = f"pull of version {version}", self.trainer
         try:
             # A dead trainer's memory gives nothing, which a generator would only notice at its
             # deadline.
-            return await trainer.wait_while_alive(self.pull(version, generators=generators), what)
+            return await trainer.wait_while_alive(
+                self.pull_and_check(version, generators=generators), what
+            )
         except (ActorLostError, *PARITY_ERRORS):
             raise
         except RunError as error:
@@ -218,7 +232,7 @@ class GeneratorPool:
                 raise ActorLostError(message, role=trainer.name, ranks=dead) from error
             raise
 
-    async def pull(
+    async def pull_and_check(
         self, version: int, *, generators: Sequence[ActorGroup]
     ) -> tuple[PullResult, Sequence[ActorLostError]]:
         """Let every generator pull the version, and check each.
@@ -238,7 +252,7 @@ class GeneratorPool:
                 extra_s = generator.timeouts.generate_s if self._drains else 0.0
                 calls.append(
                     generator.call(
-                        "pull_model_state_dict",
+                        VLLMGenerator.pull_model_state_dict,
                         snapshot,
                         pulls=version,
                         timeout="sync_s",
@@ -275,7 +289,9 @@ class GeneratorPool:
         # device.
         logprobs_T = (await asyncio.shield(self._expected[version]))[0][0]
         calls = [
-            generator.call("compute_logprobs", [self.parity.token_ids], timeout="train_s")
+            generator.call(
+                VLLMGenerator.compute_logprobs, [self.parity.token_ids], timeout="train_s"
+            )
             for generator in generators
         ]
         answers, lost = await _gather_answers(generators, calls)

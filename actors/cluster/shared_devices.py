@@ -23,7 +23,7 @@ from rl.types import PullResult
 Side = Literal["trainer", "generators"]
 
 Pull = Callable[[int, Sequence[ActorGroup]], Awaitable[tuple[PullResult, Sequence[ActorLostError]]]]
-"""`GeneratorPool.pull`."""
+"""`GeneratorPool.pull_and_check`."""
 
 
 class DeviceLock:

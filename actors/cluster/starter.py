@@ -16,11 +16,13 @@ from typing import Any
 from actors.cluster.group import ActorGroup
 from actors.cluster.recovery import AddEvent, Supervisor
 from actors.config import ClusterConfig
-from actors.generator import generator_env
+from actors.generator import VLLMGenerator, generator_env
 from actors.launch.calls import ActorLostError, deadline, get_first_line
 from actors.launch.launcher import Launcher, setup_process_group_env
 from actors.launch.member import LogSettings, RoleProcesses
 from actors.launch.placement import Placement, Placements, count_gpus, trains_on_gpu
+from actors.reward import RewardActor
+from actors.trainer import PolicyTrainer
 from rl.models.spec import ModelSpec
 from rl.observability.logs import QUIET_ENVIRONMENT
 from rl.rollouts.rubric import Rubric
@@ -187,7 +189,7 @@ class RoleStarter:
 
         async def start(role: RoleProcesses) -> ActorGroup:
             group = self._spawn_actors(at, role, config=config, rubric=self.rubric)
-            await group.call("setup", timeout="setup_s", extra_s=config.start_timeout_s)
+            await group.call(RewardActor.setup, timeout="setup_s", extra_s=config.start_timeout_s)
             return group
 
         return await self._spawn(at, start, imports=("actors.reward",))
@@ -201,11 +203,13 @@ class RoleStarter:
     async def _set_up_in_turns(self, trainer: ActorGroup, generators: Sequence[ActorGroup]) -> None:
         folder = self.hf_assets_path
         # The devices have room for one side: each sleeps before the next one is set up.
-        await trainer.call("setup", folder, timeout="setup_s")
-        await trainer.call("sleep", timeout="sync_s")
-        await asyncio.gather(*(g.call("setup", folder, timeout="setup_s") for g in generators))
-        await asyncio.gather(*(g.call("sleep", timeout="sync_s") for g in generators))
-        await trainer.call("wake", timeout="sync_s")
+        await trainer.call(PolicyTrainer.setup, folder, timeout="setup_s")
+        await trainer.call(PolicyTrainer.sleep, timeout="sync_s")
+        setups = [g.call(VLLMGenerator.setup, folder, timeout="setup_s") for g in generators]
+        await asyncio.gather(*setups)
+        sleeps = [g.call(VLLMGenerator.sleep, timeout="sync_s") for g in generators]
+        await asyncio.gather(*sleeps)
+        await trainer.call(PolicyTrainer.wake, timeout="sync_s")
 
     async def _spawn(
         self,

@@ -49,6 +49,12 @@ def run_actor_process() -> None:
     invoke_main()
 
 
+def get_endpoint_name(endpoint: Any) -> str:
+    """Return the name of an endpoint that was taken from an actor's class."""
+    name: str = endpoint._name
+    return name
+
+
 def is_client_started() -> bool:
     """Return whether this process has used Monarch, whose sockets are open from then on."""
     from monarch._src.actor.actor_mesh import _client_context

@@ -285,7 +285,7 @@ class Loop(Configurable):
         # On-policy, groups start with the step: an evaluation between two steps has the generators
         # for itself.
         if config.max_off_policy_steps == 0:
-            self._producer.serve(step - 1)
+            self._producer.record_pull(step - 1)
         batch = await self._wait_for_batch(step)
         self._progress.has_batch = True
         clock.split_batch_wait(batch)
@@ -408,7 +408,7 @@ class Loop(Configurable):
             await self._sync.begin()
             await self._sync.wait_for_pull()
         else:
-            await self._sync.begin(on_served=lambda: self._producer.serve(step))
+            await self._sync.begin(on_pulled=lambda: self._producer.record_pull(step))
 
     async def _evaluate(self, step: int) -> None:
         policy_version = (await self._sync.wait_for_pull()).policy_version

@@ -45,17 +45,17 @@ class WeightSync:
         assert self._last is not None, "nothing was published"
         return self._last
 
-    async def begin(self, on_served: Callable[[], None] | None = None) -> None:
+    async def begin(self, on_pulled: Callable[[], None] | None = None) -> None:
         """Wait until the version before is served, then start to publish the current weights.
 
-        `on_served` is called when all generators serve them.
+        `on_pulled` is called when all generators serve them.
         """
         # One version at a time: besides the versions that are kept the store has room for one.
         if self._pull is not None:
             await self.wait_for_pull()
         self._push = asyncio.create_task(self._publisher.push(), name="push of weights")
         self._pull = asyncio.create_task(
-            self._pull_after(self._push, on_served), name="pull of weights"
+            self._pull_after(self._push, on_pulled), name="pull of weights"
         )
         # Send the push before the caller asks the trainer for anything else: a push that is queued
         # behind a gradient starts late by the time of that gradient.
@@ -80,13 +80,13 @@ class WeightSync:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pull_after(
-        self, push: asyncio.Task[int], on_served: Callable[[], None] | None
+        self, push: asyncio.Task[int], on_pulled: Callable[[], None] | None
     ) -> PublishResult:
         started = now_s()
         try:
             version = await push
             push_s = now_s() - started
-            checked = await self._publisher.serve(version)
+            checked = await self._publisher.pull(version)
             result = self._last = PublishResult(
                 policy_version=version,
                 push_s=push_s,
@@ -107,8 +107,8 @@ class WeightSync:
                 result.pull_s,
                 parity,
             )
-            if on_served is not None:
-                on_served()
+            if on_pulled is not None:
+                on_pulled()
         except Exception as error:
             # The loop may be waiting for a batch, which newer weights would have let start.
             self._on_failure(error)

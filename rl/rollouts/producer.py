@@ -2,8 +2,8 @@
 
     problems -> start (as the staleness bound allows) -> worker -> drop or keep -> take_batch
 
-New groups start after `serve` (newer weights), after `take_batch` (places of a taken batch), and
-after a dropped group. `take_batch` waits for finished groups, or for an error of any of them.
+New groups start after `record_pull` (newer weights), after `take_batch` (places of a taken batch),
+and after a dropped group. `take_batch` waits for finished groups, or for an error of any of them.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ class RolloutProducer:
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
 
-    def serve(self, step: int) -> None:
+    def record_pull(self, step: int) -> None:
         """Record that every generator has the weights after `step`, and start groups."""
-        self.bound.serve(step)
+        self.bound.record_pull(step)
         self._start_groups()
 
     def fail(self, error: BaseException) -> None:

@@ -81,7 +81,7 @@ class StalenessBound:
         """Free the place of an unfinished group, which is not trained on."""
         self._remove(group)
 
-    def serve(self, step: int) -> None:
+    def record_pull(self, step: int) -> None:
         """Record that every generator now serves the weights after `step` or later ones."""
         assert step >= self.served, f"generators serve {self.served} and went back to {step}"
         self.served = step

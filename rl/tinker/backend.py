@@ -246,7 +246,7 @@ class Workers(Protocol):
         """
         ...
 
-    async def serve(self, version: int) -> object:
+    async def pull(self, version: int) -> object:
         """Let all generators pull a version; no request runs meanwhile."""
         ...
 
@@ -310,7 +310,7 @@ class TinkerBackend(Configurable):
         base = await asyncio.to_thread(self._open_base)
         self._workers = await self._start_workers(base)
         capacity = self._workers.num_sequences
-        self._turns = Turns(self._workers.serve, interrupt=self._interrupt, capacity=capacity)
+        self._turns = Turns(self._workers.pull, interrupt=self._interrupt, capacity=capacity)
         self._reading = asyncio.Semaphore(max(1, capacity // 8))
         self.base_model = base.model
 

@@ -118,7 +118,7 @@ class Turns:
     """Turns at the generators.
 
     Args:
-        serve: gives the generators a version.
+        pull: gives the generators a version.
         interrupt: ends the running calls, whose work returns `Interrupted`.
         capacity: sequences that the generators draw at once. Below it, requests of several owners
             share a turn. Of an owner alone twice as many run, so that the generators always have
@@ -128,12 +128,12 @@ class Turns:
 
     def __init__(
         self,
-        serve: Callable[[int], Awaitable[object]],
+        pull: Callable[[int], Awaitable[object]],
         *,
         interrupt: Callable[[], Awaitable[object]],
         capacity: int = 0,
     ) -> None:
-        self._serve = serve
+        self._pull = pull
         self._interrupt = interrupt
         self._capacity = capacity
         self._most = max(2 * capacity, MIN_SEQUENCES)
@@ -169,7 +169,7 @@ class Turns:
         owner: str = "",
         num_sequences: int = 1,
     ) -> T:
-        """Do work on generators that hold a version, until it is done; raise what `serve`
+        """Do work on generators that hold a version, until it is done; raise what `pull`
         raises.
         """
         request = _Request(
@@ -377,7 +377,7 @@ class Turns:
     async def _switch(self, version: int, owner: str) -> None:
         began_s, self._version = asyncio.get_running_loop().time(), None
         try:
-            await self._serve(version)
+            await self._pull(version)
         except Exception as error:  # noqa: BLE001  (of those who wait for the version)
             for one in list(self._waiting):
                 for request in self._find_waiting(one, version):

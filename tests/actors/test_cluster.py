@@ -169,14 +169,14 @@ def test_trainer_and_generators_that_share_devices_serve_the_trained_weights(run
         lock = DeviceLock(
             trainer=cluster.trainer,
             generators=groups,
-            pull=lambda version, generators: pool.pull(version, generators=generators),
+            pull=lambda version, generators: pool.pull_and_check(version, generators=generators),
         )
         trainer = TrainerClient(lock.trainer)
         pool = GeneratorPool(
             lock.generators, trainer=lock.trainer, store=cluster.store, parity=running.pool.parity
         )
         version = (await trainer.optim_step(allow_empty=True)).policy_version
-        await pool.serve(await pool.push())
+        await pool.pull(await pool.push())
         with pytest.raises(ActorCallError, match="the trainer is asleep: call wake first"):
             await running.trainer.compute_logprobs([])
         # The generators sleep here and have to pull again.

@@ -87,7 +87,7 @@ def make(num_generators: int = 1, corrupt_pull: int = 0) -> tuple[DeviceLock, li
     pool = GeneratorPool([], trainer=trainer, store=store)
 
     def pull(version: int, groups: Any) -> Any:
-        return pool.pull(version, generators=groups)
+        return pool.pull_and_check(version, generators=groups)
 
     return DeviceLock(trainer=trainer, generators=[group(g) for g in generators], pull=pull), log
 

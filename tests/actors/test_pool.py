@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,29 +52,28 @@ class PoolRun:
             events=lambda event, /, **fields: self.told.append((event, *fields.values())),
             now_s=now_s,
         )
-        members = [
-            MortalGenerator(f"generator_{i}").group(
-                start=partial(self.restart, i), supervisor=self.supervisor
-            )
-            for i in range(num_generators)
-        ]
         self.pool = GeneratorPool(
-            members, trainer=self.trainer.group(), store=self.store, parity=parity
+            [MortalGenerator(f"generator_{i}").group() for i in range(num_generators)],
+            trainer=self.trainer.group(),
+            store=self.store,
+            parity=parity,
+            start=self.restart,
+            supervisor=self.supervisor,
         )
         self.router = make_router(self.pool)
-        self.watching: asyncio.Task[None] | None = None
+        self.watching: list[asyncio.Task[None]] = []
 
     def watch(self) -> None:
-        self.watching = asyncio.create_task(self.pool.watch())
+        self.watching = [asyncio.create_task(member.watch()) for member in self.pool.members]
 
     def close(self) -> None:
-        for task in (self.watching, *(member.restarting for member in self.pool.members)):
+        for task in (*self.watching, *(member.restarting for member in self.pool.members)):
             if task is not None:
                 task.cancel()
 
     async def restart(self, number: int) -> ActorGroup:
         started = await self.start(number)
-        return await self.pool.join(started.group())
+        return started.group()
 
     def __getitem__(self, number: int) -> MortalGenerator:
         """Return the generator that is in this slot now."""
@@ -90,9 +88,9 @@ class PoolRun:
             raise ActorCallError(f"start {len(self.started_at)} failed\nand its traceback")
         return MortalGenerator(f"generator_{number}", **self.settings)
 
-    async def serve(self, version: int) -> None:
+    async def pull(self, version: int) -> None:
         self.trainer.version = version
-        await self.pool.serve(await self.pool.push())
+        await self.pool.pull(await self.pool.push())
 
     async def ask(self, *numbers: int) -> list[int]:
         """Ask for completions of prompts with these numbers; return the numbers that they
@@ -126,12 +124,12 @@ def run_pool(steps, **settings):
 
 def test_restarted_generator_serves_only_after_pulling_the_current_version():
     async def steps(room):
-        await room.serve(0)
+        await room.pull(0)
         room.watch()
         room[0].die()
         await asyncio.sleep(0.6)
         assert room.pool.list_up() == [1]
-        await room.serve(1)
+        await room.pull(1)
         with pytest.raises(
             ActorLostError, match=r"^generator_0\.generate failed: it is being started again$"
         ):
@@ -149,7 +147,7 @@ def test_restarted_generator_serves_only_after_pulling_the_current_version():
 
 def test_restarted_generator_whose_pull_fails_is_restarted_again_and_compared():
     async def steps(room):
-        await room.serve(0)
+        await room.pull(0)
         start = room.start
 
         async def start_silent_at_first(number):
@@ -162,9 +160,9 @@ def test_restarted_generator_whose_pull_fails_is_restarted_again_and_compared():
         await room.ask(1, 2)
         await room.all_up()
         assert room[0].asked == ["use_store", "pull_model_state_dict", "compute_logprobs"]
-        await room.serve(1)
+        await room.pull(1)
         with pytest.raises(WeightStoreError, match="version 0 was given up"):
-            await room.pool.serve(0)
+            await room.pool.pull(0)
         return len(room.started_at)
 
     assert run_pool(steps, parity=PARITY) == 2
@@ -172,10 +170,10 @@ def test_restarted_generator_whose_pull_fails_is_restarted_again_and_compared():
 
 def test_update_and_prompts_wait_when_all_generators_are_lost():
     async def steps(room):
-        await room.serve(0)
+        await room.pull(0)
         for number in range(2):
             room[number].pull_s = 5.0
-        serving = asyncio.create_task(room.serve(1))
+        serving = asyncio.create_task(room.pull(1))
         await asyncio.sleep(1)
         for number in range(2):
             room[number].die()
@@ -191,7 +189,7 @@ def test_update_and_prompts_wait_when_all_generators_are_lost():
 
 def test_failed_engine_in_a_living_process_counts_as_lost():
     async def steps(room):
-        await room.serve(0)
+        await room.pull(0)
         room[0].engine_failed = True
         return await room.ask(1, 2), room.pool.list_up(), room.told
 
@@ -211,12 +209,12 @@ def test_failed_engine_in_a_living_process_counts_as_lost():
 def test_generator_that_cannot_be_restarted_ends_the_run_even_if_others_are_up(num_generators):
     async def steps(room):
         room.failing_starts = 2
-        await room.serve(0)
+        await room.pull(0)
         room.watch()
         room[0].die()
         await asyncio.sleep(1 + 2 * START_S)
         text = "generator_0 is lost again, after 2 restarts .* the last reason: start 2 failed$"
-        for waiting in (room.ask(1), room.serve(1), room.pool.wait_until_one_is_up()):
+        for waiting in (room.ask(1), room.pull(1), room.pool.wait_until_one_is_up()):
             with pytest.raises(RestartsUsedUpError, match=text):
                 await waiting
         return len(room.started_at)
@@ -229,7 +227,7 @@ def test_generator_that_cannot_be_restarted_ends_the_run_even_if_others_are_up(n
 def test_failed_start_is_another_loss_and_recovery_time_counts_from_the_first():
     async def steps(room):
         room.failing_starts = 2
-        await room.serve(0)
+        await room.pull(0)
         room[0].die()
         await room.ask(1)
         return room.started_at, room.told
@@ -258,7 +256,7 @@ def test_failed_start_is_another_loss_and_recovery_time_counts_from_the_first():
 )
 def test_error_of_a_restart_that_is_no_loss_fails_waiting_calls(error, told):
     async def steps(room):
-        await room.serve(0)
+        await room.pull(0)
 
         async def broken(number):
             raise error
@@ -274,7 +272,7 @@ def test_error_of_a_restart_that_is_no_loss_fails_waiting_calls(error, told):
 def test_trainer_death_during_a_pull_is_raised_within_seconds():
     async def steps(room):
         room[0].pull_s = room[1].pull_s = 100.0
-        serving = asyncio.create_task(room.serve(1))
+        serving = asyncio.create_task(room.pull(1))
         await asyncio.sleep(3)
         room.trainer.die()
         with pytest.raises(ActorLostError, match=r"^trainer\.pull of version 1 failed") as raised:
@@ -287,7 +285,7 @@ def test_trainer_death_during_a_pull_is_raised_within_seconds():
 
 def test_generators_get_the_store_of_a_new_trainer_and_wait_for_its_first_version():
     async def steps(room):
-        await room.serve(5)
+        await room.pull(5)
         room[0].die()
         asking = asyncio.create_task(room.ask(1, 2))
         await asyncio.sleep(START_S / 2)
@@ -299,7 +297,7 @@ def test_generators_get_the_store_of_a_new_trainer_and_wait_for_its_first_versio
         await asking
         await room.all_up()
         assert "pull_model_state_dict" not in room[0].asked
-        await room.serve(2)  # a lower version number than before, with other weights
+        await room.pull(2)  # a lower version number than before, with other weights
         return room[1].asked[-3:], room.versions()
 
     asked, versions = run_pool(steps)
@@ -309,14 +307,14 @@ def test_generators_get_the_store_of_a_new_trainer_and_wait_for_its_first_versio
 
 def test_generator_that_does_not_take_the_new_store_is_lost():
     async def steps(room):
-        await room.serve(0)
+        await room.pull(0)
         lost = room[0]
         lost.silent_about = "abort"
         async with room.pool.block_pulls():
             room.store.forget()
             await room.pool.use_store()
         assert room.pool.list_up() == [1]
-        await room.serve(1)
+        await room.pull(1)
         await room.all_up()
         assert room[0] is not lost
         return room.versions(), room.told[0]
@@ -355,14 +353,14 @@ def test_each_prompt_is_answered_once_with_current_weights_under_random_deaths(s
                 if victim.is_up:
                     victim.mesh.die()
 
-        await room.serve(0)
+        await room.pull(0)
         served = 0
         room.watch()
         asking, killing = asyncio.create_task(ask_many()), asyncio.create_task(kill_some())
         for version in range(1, 12):
             room.settings = {"pull_s": rng.uniform(0.1, 8), "generate_s": rng.uniform(0.1, 6)}
             await asyncio.sleep(rng.uniform(0, 10))
-            await room.serve(version)
+            await room.pull(version)
             served = version
             living = [n for n in room.pool.list_up() if not room.pool.members[n].find_dead()]
             assert {room[n].version for n in living} <= {version}
@@ -451,7 +449,7 @@ def test_loss_without_another_restart_reaches_every_caller(max_restarts, error, 
 
 def test_requests_of_a_call_that_times_out_are_aborted():
     async def steps(room):
-        await room.serve(1)
+        await room.pull(1)
         room[0].silent_about = "generate"
         with pytest.raises(ActorTimeoutError):
             await room.ask(1)

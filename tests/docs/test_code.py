@@ -64,8 +64,8 @@ def test_loop_of_the_readme_trains_on_each_groups_advantages_also_where_replies_
         num_steps=2,
     )
     asyncio.run(training)
-    step = ["generate", "forward_backward", "optim_step", "push", "serve"]
-    assert policy.calls == ["push", "serve", *step, *step]
+    step = ["generate", "forward_backward", "optim_step", "push", "pull"]
+    assert policy.calls == ["push", "pull", *step, *step]
     for samples in policy.trained:
         advantages = np.array([s.advantages[-1] for s in samples]).reshape(32, 8)
         np.testing.assert_allclose(advantages.sum(axis=1), 0, atol=1e-6)

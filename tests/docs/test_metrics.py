@@ -62,8 +62,8 @@ class UnreducedSink(ListSink):
 class CheckedPolicy(FakePolicy):
     """Policy with a parity check."""
 
-    async def serve(self, policy_version):
-        return replace(await super().serve(policy_version), parity_diff=1e-7, parity_s=0.1)
+    async def pull(self, policy_version):
+        return replace(await super().pull(policy_version), parity_diff=1e-7, parity_s=0.1)
 
 
 def length(rollout):

@@ -167,7 +167,7 @@ def test_a_rollouts_error_stops_the_loop_and_cancels_other_rollouts():
     assert took_s == pytest.approx(0.2)  # at once, not after the other rollouts' 30 s
 
 
-@pytest.mark.parametrize("phase", ["push", "serve"])
+@pytest.mark.parametrize("phase", ["push", "pull"])
 def test_a_failing_sync_stops_a_loop_that_waits_for_rollouts(phase):
     policy = SimulatedPolicy(
         reply=half_right,

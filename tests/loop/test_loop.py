@@ -30,8 +30,8 @@ def run_loop(policy: FakePolicy, **settings: Any) -> list[dict]:
 def test_a_step_generates_trains_and_publishes_in_this_order():
     policy = FakePolicy(reply=half_right)
     run_loop(policy, num_steps=2)
-    step = ["generate", "generate", "forward_backward", "optim_step", "push", "serve"]
-    assert policy.calls == ["push", "serve", *step, *step, "save ckpt/step-2"]
+    step = ["generate", "generate", "forward_backward", "optim_step", "push", "pull"]
+    assert policy.calls == ["push", "pull", *step, *step, "save ckpt/step-2"]
 
 
 def test_a_loop_alone_refuses_options_that_contradict_each_other():
@@ -158,7 +158,7 @@ def test_a_completion_of_another_policy_version_stops_the_run():
     async def serve_nothing(policy_version: int) -> PullResult:
         return PullResult()  # the generator kept its old weights
 
-    policy.serve = serve_nothing  # type: ignore[method-assign]
+    policy.pull = serve_nothing  # type: ignore[method-assign]
     says = (
         r"^step 2: .*34' was drawn by policy versions \[0\]: .*steps=0, step 2 may train only "
         r"on versions \[1\]"

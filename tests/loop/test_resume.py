@@ -193,7 +193,7 @@ NAN = NonFiniteLossError("gradient norm nan", 3, None)
         (("optim_step", 3, NAN), 1, [3]),
         (("optim_step", 4, NAN), 2, [2]),  # the first of two in step 3
         (("optim_step", 5, NAN), 2, []),  # the second of two in step 3
-        (("serve", 3, RunError("the store is full")), 1, []),
+        (("pull", 3, RunError("the store is full")), 1, []),
     ],
 )
 def test_an_error_saves_the_last_completed_step_if_its_weights_are_intact(

@@ -95,9 +95,9 @@ class StaleBackend(LocalBackend):
 
     last_fresh: float = float("inf")
 
-    def _serve(self, policy_version):
+    def _pull(self, policy_version):
         if policy_version <= self.last_fresh:
-            super()._serve(policy_version)
+            super()._pull(policy_version)
             return
         self._served_version = policy_version
         for version in [v for v in self._pushed if v <= policy_version]:

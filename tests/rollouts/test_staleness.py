@@ -33,7 +33,7 @@ def test_later_group_overtakes_a_slow_one_while_that_stays_in_time():
     bound = StalenessBound(max_off_policy_steps=1, groups_per_batch=2, num_steps=9)
     fill(bound)  # 0 to 3, each to be taken by step 2
     assert finish(bound, 0, 2) == [0, 2]  # 1 is slow: step 2 takes it, with 3
-    bound.serve(1)
+    bound.record_pull(1)
     assert fill(bound, 4) == [4, 5]
     assert finish(bound, 3, 4, 5) is None  # step 2 waits for 1
     assert finish(bound, 1) == [1, 3]
@@ -81,7 +81,7 @@ def test_no_group_is_too_old_in_any_order_of_finishing_and_dropping(max_steps, p
                 finished = [group for group in finished if group not in taken]
             behind = bound.num_taken - bound.num_taken % publish_every
             if bound.served < behind and (taken is None or rng.random() < 0.5):
-                bound.serve(behind)
+                bound.record_pull(behind)
             elif taken is None:
                 assert running, "nothing runs, and no step can be taken"
                 group = running.pop(rng.randrange(len(running)))
@@ -97,7 +97,7 @@ def test_group_that_finishes_costs_the_same_however_many_wait_for_a_slow_one():
     bound = StalenessBound(max_off_policy_steps=1, groups_per_batch=2_000, num_steps=9)
     fill(bound)
     assert finish(bound, *range(1, 2_001)) is not None
-    bound.serve(1)
+    bound.record_pull(1)
     fill(bound, 4_000)
     started_s = time.thread_time()
     for group in range(2_001, 6_000):

@@ -75,14 +75,14 @@ class Engine:
 
     def __init__(self, *, slots: int, capacity: int | None = None, pull_s: float = 0.3) -> None:
         self.turns = Turns(
-            self.serve, interrupt=self.interrupt, capacity=slots if capacity is None else capacity
+            self.pull, interrupt=self.interrupt, capacity=slots if capacity is None else capacity
         )
         self.slots = asyncio.Semaphore(slots)
         self.pull_s = pull_s
         self.interrupted = asyncio.Event()
         self.num_interruptions = self.num_pulls = 0
 
-    async def serve(self, version: int) -> None:
+    async def pull(self, version: int) -> None:
         self.num_pulls += 1
         await asyncio.sleep(self.pull_s)
 

@@ -95,7 +95,7 @@ class RunningCluster:
     async def publish(self) -> int:
         """Push and serve the weights; return their version."""
         version = await self.pool.push()
-        checked = await self.pool.serve(version)
+        checked = await self.pool.pull(version)
         assert checked.parity_diff == 0.0
         return version
 

@@ -247,10 +247,10 @@ class FakePolicy:
         self.num_pushing -= 1
         return version
 
-    async def serve(self, policy_version: int) -> PullResult:
-        self._fail("serve", policy_version)
+    async def pull(self, policy_version: int) -> PullResult:
+        self._fail("pull", policy_version)
         await asyncio.sleep(self.serve_s)
-        self.calls.append("serve")
+        self.calls.append("pull")
         self.served_version = policy_version
         return PullResult()
 

@@ -262,11 +262,11 @@ class Generators:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.turns = Turns(self.serve, interrupt=self.interrupt)
+        self.turns = Turns(self.pull, interrupt=self.interrupt)
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.ends: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
-    async def serve(self, version: int) -> None:
+    async def pull(self, version: int) -> None:
         await asyncio.sleep(0)
         if version < 0:
             raise ArithmeticError("the pull failed")

@@ -48,7 +48,7 @@ def sample_of(
 
 async def sampled(local: LocalBackend, sampling: SamplingParams = SAMPLING) -> list[TrainingSample]:
     """Sample from the current weights."""
-    await local.serve(await local.push())
+    await local.pull(await local.push())
     groups = await local.generate(PROMPTS, sampling=sampling)
     return [
         sample_of(prompt, completion, temperature=sampling.temperature)
@@ -101,7 +101,7 @@ def test_sampled_logprobs_equal_the_trainers_after_some_steps(spec, settings):
 @pytest.mark.parametrize("float32_head", [False, True])
 def test_sampling_uses_the_dtypes_of_the_trainers_forward(assets, float32_head):
     async def use(local):
-        await local.serve(await local.push())
+        await local.pull(await local.push())
         groups = await local.generate(PROMPTS, sampling=SAMPLING)
         model = local.engine.policy.model
         assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -126,16 +126,16 @@ def test_served_weights_are_a_snapshot(assets):
         async def draw():
             drawn.append(await local.generate(PROMPTS, sampling=SAMPLING))
 
-        await local.serve(await local.push())
+        await local.pull(await local.push())
         await draw()
         await train(local)
         await draw()
         version = await local.push()
         await train(local)  # The pushed weights are a copy, independent of the trainer.
         await draw()
-        await local.serve(version)
+        await local.pull(version)
         await draw()
-        await local.serve(await local.push())
+        await local.pull(await local.push())
         await draw()
         return drawn
 
@@ -160,7 +160,7 @@ def test_cancelled_generate_ends_at_its_next_token_and_the_next_one_runs(assets)
             assert cancelled.wait(30)
 
     async def use(local):
-        await local.serve(await local.push())
+        await local.pull(await local.push())
         expected = await local.generate(PROMPTS, sampling=SAMPLING)
         hook = local._model.register_forward_hook(hold)
         call = asyncio.create_task(local.generate(PROMPTS, sampling=SAMPLING))
@@ -169,7 +169,7 @@ def test_cancelled_generate_ends_at_its_next_token_and_the_next_one_runs(assets)
         with pytest.raises(asyncio.CancelledError):
             await call
         cancelled.set()
-        await local.serve(0)  # After the call that was in progress.
+        await local.pull(0)  # After the call that was in progress.
         assert forwards == [False]
         hook.remove()
         assert ids_of(await local.generate(PROMPTS, sampling=SAMPLING)) == ids_of(expected)
