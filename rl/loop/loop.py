@@ -54,7 +54,7 @@ from rl.rollouts.evaluation import Evaluator
 from rl.rollouts.group import RolloutId, RolloutWorker
 from rl.rollouts.producer import Batch, NothingToLearnError, NumberedProblems, RolloutProducer
 from rl.rollouts.renderer import Renderer
-from rl.rollouts.staleness import StalenessBound, count_off_policy_steps
+from rl.rollouts.staleness import StalenessBound, WeightVersions
 from rl.run_rules import RULES
 from rl.tasks.task import Task
 from rl.trainer_types import ForwardBackwardResult, OptimStepResult
@@ -208,6 +208,7 @@ class Loop(Configurable):
         start = position or LoopPosition(step=0, num_problems=0)
         problems = NumberedProblems(rollouts.task.train_problems(seed=rollouts.seed), start)
         self._producer = _make_producer(config, worker=worker, problems=problems, step=start.step)
+        self._versions = WeightVersions(max_off_policy_steps=config.max_off_policy_steps)
         self._clock = StepClock(worker)
         self._sync = WeightSync(publisher, on_failure=self._producer.fail)
         self._progress = Progress(
@@ -271,7 +272,7 @@ class Loop(Configurable):
         # A generator's weights are zero until its first pull, also in a run that continues.
         await self._sync.begin()
         published = await self._sync.wait_for_pull()
-        self._progress.step_of_version[published.policy_version] = done
+        self._versions.record_push(published.policy_version, step=done)
 
         if not self._continues:
             await self._save(done)
@@ -292,12 +293,7 @@ class Loop(Configurable):
 
         # The bound holds by construction; tokens are checked all the same, because a generator that
         # keeps old weights would break it silently.
-        staleness = count_off_policy_steps(
-            batch.groups,
-            step=step,
-            step_of_version=self._progress.step_of_version,
-            max_off_policy_steps=config.max_off_policy_steps,
-        )
+        staleness = self._versions.count_off_policy_steps(batch.groups, step=step)
         training = await make_training_batch(
             batch,
             config=config,
@@ -403,7 +399,7 @@ class Loop(Configurable):
         """
         if not self.config.is_push_due(step):
             return
-        self._progress.step_of_version[policy_version] = step
+        self._versions.record_push(policy_version, step=step)
         if self.config.max_off_policy_steps == 0:
             await self._sync.begin()
             await self._sync.wait_for_pull()

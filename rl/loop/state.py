@@ -43,8 +43,6 @@ class Progress:
         self.evaluated = not config.eval_every or start.evaluated
         """True if no evaluation is due before the next step."""
         self.num_empty_steps = start.num_empty_steps
-        self.step_of_version: dict[int, int] = {}
-        """Step after which each version was pushed, of versions that a step may still train on."""
         self.has_batch = False
         """True while a step trains on its batch."""
         self.whole: LoopPosition | None = self.make_position()
@@ -64,12 +62,6 @@ class Progress:
         self.has_batch = False
         self.evaluated = not self._config.is_evaluation_due(step)
         self.num_empty_steps = 0 if has_gradient else self.num_empty_steps + 1
-        # A version that no step may train on any more is forgotten: a token of it is then refused.
-        self.step_of_version = {
-            version: pushed
-            for version, pushed in self.step_of_version.items()
-            if step - pushed <= self._config.max_off_policy_steps
-        }
         self.whole = self.make_position()
 
     def finish_evaluation(self) -> None:

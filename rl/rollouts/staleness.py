@@ -12,13 +12,24 @@ groups (started, not taken and not released) always satisfy
 
 so if each step takes the P groups with the earliest last_step, none is ever too late.
 docs/generation.md has the proof.
+
+All decisions are made here. The callers are
+
+    RolloutProducer   starts a group only if `StalenessBound.may_start`, and gives out the batch of
+                      `StalenessBound.take`
+    Loop              calls `StalenessBound.record_pull` (by the producer) when every generator has
+                      pulled newer weights; `WeightVersions.record_push` after each push; and
+                      `WeightVersions.count_off_policy_steps` before it trains on a batch
+
+A token has the version of the weights that its engine held in the step that sampled it, so a
+completion that is continued under newer weights has several.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -120,66 +131,77 @@ class StalenessBound:
             self._finished.pop(last_step, None)
 
 
-def count_off_policy_steps(
-    groups: Sequence[Group],
-    *,
-    step: int,
-    step_of_version: Mapping[int, int],
-    max_off_policy_steps: int,
-) -> np.ndarray:
-    """Return [tokens of all scored rollouts] int64: how many steps each is off-policy.
+class WeightVersions:
+    """Versions of the weights that steps may train on: a check of what the bound has promised.
 
-    The steps between the weights that drew a token and those that `step` trains.
+    A generator that missed a push of weights would otherwise train the policy on stale tokens
+    without a word.
 
-    Args:
-        step_of_version: the step after which each policy version was published.
-
-    Raises:
-        StalePolicyError: names the problem, the versions of its tokens and the allowed versions.
+    Example:
+        >>> versions = WeightVersions(max_off_policy_steps=1)
+        >>> versions.record_push(4, step=2)  # version 4 is what step 2 has made
+        >>> versions.count_off_policy_steps(groups, step=3)  # of tokens that version 4 drew
+        array([0, 0, 0])
     """
-    versions_of_turns = []
-    for group in groups:
-        for member in group.scored:
-            versions_of_turns += _list_versions(member.rollout)
-    versions = np.concatenate(versions_of_turns)
 
-    # Step r trains weights r - 1, so a token of weights r - 1 is 0 steps off-policy.
-    unknown = -1
-    steps = np.full(len(versions), unknown, dtype=np.int64)
-    allowed = []
-    for version, published in step_of_version.items():
-        num_steps = step - 1 - published
-        if 0 <= num_steps <= max_off_policy_steps:
-            allowed.append(version)
-            steps[versions == version] = num_steps
+    def __init__(self, *, max_off_policy_steps: int) -> None:
+        self.max_off_policy_steps = max_off_policy_steps
+        self.step_of_version: dict[int, int] = {}
+        """Step after which each version was pushed, of versions that a step may still train on."""
 
-    # A check of what the bound has promised: a generator that missed a push of weights would
-    # otherwise train the policy on stale tokens without a word.
-    if (steps == unknown).any():
-        _raise_stale(
-            groups, allowed=sorted(allowed), step=step, max_off_policy_steps=max_off_policy_steps
-        )
-    return steps
+    def record_push(self, version: int, *, step: int) -> None:
+        """Record that the weights after `step` were pushed as this version."""
+        self.step_of_version[version] = step
+        # A version that no step may train on any more is forgotten: a token of it is then refused.
+        for old, pushed in list(self.step_of_version.items()):
+            if step - pushed > self.max_off_policy_steps:
+                del self.step_of_version[old]
+
+    def count_off_policy_steps(self, groups: Sequence[Group], *, step: int) -> np.ndarray:
+        """Return [tokens of all scored rollouts] int64: how many steps each is off-policy.
+
+        The steps between the weights that drew a token and those that `step` trains.
+
+        Raises:
+            StalePolicyError: names the problem, the versions of its tokens and the allowed
+                versions.
+        """
+        versions_of_turns = []
+        for group in groups:
+            for member in group.scored:
+                versions_of_turns += _list_versions(member.rollout)
+        versions = np.concatenate(versions_of_turns)
+
+        # Step r trains weights r - 1, so a token of weights r - 1 is 0 steps off-policy.
+        unknown = -1
+        steps = np.full(len(versions), unknown, dtype=np.int64)
+        allowed = []
+        for version, pushed in self.step_of_version.items():
+            num_steps = step - 1 - pushed
+            if 0 <= num_steps <= self.max_off_policy_steps:
+                allowed.append(version)
+                steps[versions == version] = num_steps
+
+        if (steps == unknown).any():
+            self._raise_stale(groups, allowed=sorted(allowed), step=step)
+        return steps
+
+    def _raise_stale(self, groups: Sequence[Group], *, allowed: list[int], step: int) -> NoReturn:
+        """Raise StalePolicyError for the first completion with a version that is not allowed."""
+        for group in groups:
+            for member in group.scored:
+                versions = np.concatenate(_list_versions(member.rollout))
+                if np.isin(versions, allowed).all():
+                    continue
+                raise StalePolicyError(
+                    f"a completion of problem {member.rollout.prompt.problem.id!r} was drawn by "
+                    f"policy versions {np.unique(versions).tolist()}: with "
+                    f"loop.max_off_policy_steps={self.max_off_policy_steps}, step {step} may train "
+                    f"only on versions {allowed}: the weight sync is broken"
+                )
+        raise AssertionError("no completion is stale")
 
 
 def _list_versions(rollout: Rollout) -> list[np.ndarray]:
     """Return the versions of the tokens of each turn."""
     return [turn.completion.policy_versions for turn in rollout.turns]
-
-
-def _raise_stale(
-    groups: Sequence[Group], *, allowed: Sequence[int], step: int, max_off_policy_steps: int
-) -> NoReturn:
-    """Raise StalePolicyError for the first completion with a version that is not allowed."""
-    for group in groups:
-        for member in group.scored:
-            versions = np.concatenate(_list_versions(member.rollout))
-            if np.isin(versions, allowed).all():
-                continue
-            raise StalePolicyError(
-                f"a completion of problem {member.rollout.prompt.problem.id!r} was drawn by policy "
-                f"versions {np.unique(versions).tolist()}: with loop.max_off_policy_steps="
-                f"{max_off_policy_steps}, step {step} may train only on versions {list(allowed)}: "
-                "the weight sync is broken"
-            )
-    raise AssertionError("no completion is stale")

@@ -285,4 +285,4 @@ def test_warm_up_steps_have_a_rate_that_rises_and_then_decays(settings, expected
 def test_versions_that_no_step_can_train_on_any_more_are_forgotten(most):
     loop, _ = make_loop(FakePolicy(reply=half_right), num_steps=12, max_off_policy_steps=most)
     asyncio.run(loop.run())
-    assert sorted(loop._progress.step_of_version.values()) == list(range(12 - most, 13))
+    assert sorted(loop._versions.step_of_version.values()) == list(range(12 - most, 13))

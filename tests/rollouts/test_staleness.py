@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl.rollouts.group import Group
-from rl.rollouts.staleness import StalenessBound, StalePolicyError, count_off_policy_steps
+from rl.rollouts.staleness import StalenessBound, StalePolicyError, WeightVersions
 from rl.types import Score
 from tests.support.fakes import completion_of, prompt_of, rollout_of
 from tests.support.loops import PROBLEM
@@ -113,10 +113,10 @@ def test_off_policy_steps_count_from_the_step_after_which_a_version_was_publishe
     group = Group(number=0, rollouts=rollouts, scores=[Score(reward=0.0, correct=False)] * 2)
 
     def steps(**published):
-        by_version = {int(name[1:]): step for name, step in published.items()}
-        return count_off_policy_steps(
-            [group], step=5, step_of_version=by_version, max_off_policy_steps=2
-        )
+        versions = WeightVersions(max_off_policy_steps=2)
+        for name, step in published.items():
+            versions.record_push(int(name[1:]), step=step)
+        return versions.count_off_policy_steps([group], step=5)
 
     assert steps(v4=2, v6=4).tolist() == [2, 2, 0, 0, 0]
     assert steps(v4=3, v5=0, v6=3).dtype == np.int64
