@@ -1,5 +1,20 @@
 """Controller: runs a config from its check to its learning curve.
 
+The order of a start, from the command line to the first step:
+
+    1  main                    rl/config/cli.py              parse the options, find the config
+    2  configs.sum_digits.tiny configs/sum_digits.py         (or another) return the whole config
+    3  Controller.run          here
+    4  prepare_run             actors/run.py                 check, open the folder, record
+       make_plan               actors/preflight/plan.py      everything that can be checked
+    5  start_actors            actors/run.py
+       start_cluster           actors/cluster/cluster.py     place the roles, start the hosts
+       RoleStarter.start_all   actors/cluster/starter.py     start the processes of all roles
+    6  Training.train          here                          one attempt, more after a loss
+    7  load_weights            actors/run.py                 checkpoint or warm-up
+    8  Loop.run                rl/loop/loop.py               `_begin` pushes the first weights,
+                                                             `_step` is the first step
+
 The controller is this process; the actors work in theirs. A run on its actors goes on through
 losses of the trainer (`Training`), each time from its latest checkpoint.
 """
@@ -23,12 +38,19 @@ from actors.config import RunConfig
 from actors.launch.calls import may_hang
 from actors.launch.placement import count_gpus, fit_to_devices, place_actors
 from actors.preflight.checks import Machine, has_lora
-from actors.preflight.plan import Plan, describe_source, make_plan
-from actors.run import FROM_THE_BEGINNING, Run, load_weights, open_folder, start_run
+from actors.preflight.plan import describe_source, make_plan
+from actors.run import (
+    FROM_THE_BEGINNING,
+    PreparedRun,
+    Run,
+    load_weights,
+    prepare_run,
+    start_actors,
+)
 from losses.types import uses_proximal_logprobs
 from rl.config.configurable import Configurable
 from rl.config.json import list_changed_fields, to_dict
-from rl.config.registry import ExplanationForm, ResolvedRun
+from rl.config.registry import ExplanationForm, RunRequest
 from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.loop.stop_request import StopRequest
@@ -66,17 +88,17 @@ class Controller(Configurable):
 
     Example:
         >>> config = configs.sum_digits.tiny()
-        >>> run = ResolvedRun(module="sum_digits", function="tiny", config=config)
-        >>> Controller(config=config, run=run).run()
+        >>> request = RunRequest(module="sum_digits", function="tiny", config=config)
+        >>> Controller(config=config, request=request).run()
         PosixPath('outputs/sum_digits-tiny-20261128-181835')
     """
 
     Config: TypeAlias = RunConfig
 
-    def __init__(self, *, config: RunConfig, run: ResolvedRun) -> None:
-        """`run` is the origin of the config; it is written beside the results."""
+    def __init__(self, *, config: RunConfig, request: RunRequest) -> None:
+        """`request` has the origin of the config, which is written beside the results."""
         self.config = config
-        self.source = run
+        self.request = request
 
     def run(self) -> Path:
         """Run to the end and return the run's folder, after a dry run its parent.
@@ -84,27 +106,28 @@ class Controller(Configurable):
         A dry run of `--resume` reads the run's checkpoint, and says what would be loaded.
 
         Raises:
-            ValueError: the config cannot run; nothing was started (`open_folder`).
+            ValueError: the config cannot run; nothing was started (`prepare_run`).
             RunError: the run stopped.
         """
         config = self.config = fit_to_devices(self.config, num_gpus=count_gpus())
         if config.launch.dry_run:
-            self._try_run(config)
+            self._try_run()
             for placement in place_actors(config, num_gpus=count_gpus()).all:
                 print_text(placement.describe())
             return Path(config.dump_folder)
-        source = replace(self.source, config=config)
-        with open_folder(config, source=source) as (folder, plan):
+        request = replace(self.request, config=config)
+        with prepare_run(request) as prepared:
             began_s = time.monotonic()
-            self._train(plan, folder)
+            self._train(prepared)
             run_s = time.monotonic() - began_s
+        folder = prepared.folder
         records = read_metrics(folder.metrics)
         print_line(describe_results(records, folder=folder, run_s=run_s, config=to_dict(config)))
         return folder.path
 
-    def _try_run(self, config: RunConfig) -> None:
+    def _try_run(self) -> None:
         """Check the run, and print what it would load; a resumed run's folder is only read."""
-        resumes, folder = self.source.resumes, None
+        config, resumes, folder = self.config, self.request.resumes, None
         if resumes is not None:
             folder = RunFolder.to_read(resumes, checkpoints=config.trainer.checkpoint.shared_folder)
             # That this run is a dry one is no change of the config.
@@ -124,14 +147,15 @@ class Controller(Configurable):
         """
         from actors.preflight.explain import show
 
-        return show(self.source, form=form, here=Machine.here())
+        return show(self.request, form=form, here=Machine.here())
 
-    def _train(self, plan: Plan, folder: RunFolder) -> None:
+    def _train(self, prepared: PreparedRun) -> None:
         try:
             # Collections would take a fifth of this process's time, and find nothing.
             with reduce_collections():
-                asyncio.run(self._train_on_actors(plan, folder))
+                asyncio.run(_train_on_actors(prepared))
         except BaseException as error:
+            folder = prepared.folder
             if list_steps(folder.checkpoints):
                 print_line(f"continue with --resume {folder.path}", stream=sys.stderr)
             if not isinstance(error, ValueError):
@@ -141,11 +165,12 @@ class Controller(Configurable):
             stopped.where = ", ".join(getattr(error, "__notes__", ()))
             raise stopped from error
 
-    async def _train_on_actors(self, plan: Plan, folder: RunFolder) -> None:
-        stop = StopRequest()
-        async with start_run(self.config, plan=plan, folder=folder, stop=stop) as run:
-            await Training(run, stop=stop).train()
-            run.folder.mark_finished()
+
+async def _train_on_actors(prepared: PreparedRun) -> None:
+    stop = StopRequest()
+    async with start_actors(prepared, stop=stop) as run:
+        await Training(run, stop=stop).train()
+        run.folder.mark_finished()
 
 
 class Training:
@@ -201,13 +226,7 @@ class Training:
 
     async def _run_attempt(self, sinks: RunSinks) -> None:
         run, trainer = self.run, self.run.trainer
-        source = await load_weights(
-            trainer,
-            config=self.config,
-            plan=self.plan,
-            find=self._find_checkpoint,
-            may_set_aside=self._is_own,
-        )
+        source = await load_weights(run, find=self._find_checkpoint, may_set_aside=self._is_own)
         position = None if source is None else _take_position(source)
         self._starts.append(0 if position is None else position.step)
         self._report_damaged()

@@ -6,10 +6,10 @@
         await run.trainer.forward_backward(samples)
         await run.trainer.optim_step()
 
-docs/scripts.md has a whole loop. A run has three parts, for a script as for the controller:
+docs/scripts.md has a whole loop. A run starts in three steps, for a script as for the controller:
 
-    open_folder    check the config, open the folder of the run, and record what happens there
-    start_run      start every process, and end all of them with the block
+    prepare_run    check the config, open the run's folder, and record there what happens
+    start_actors   start every process, and end all of them with the block
     load_weights   load a checkpoint, or make the warm-up
 """
 
@@ -35,8 +35,8 @@ from actors.preflight.explain import find_options_set_in_vain
 from actors.preflight.limits import measure_limits
 from actors.preflight.plan import Plan, make_plan
 from rl.config.json import list_changed_fields, to_dict, write_defaults, write_json
-from rl.config.registry import ResolvedRun
-from rl.config.tree import check_fields, replace_values
+from rl.config.registry import RunRequest
+from rl.config.tree import check_fields, find_input_paths, replace_values
 from rl.loop.stop_request import StopRequest
 from rl.loop.warmup import SupervisedWarmup
 from rl.observability.console import print_line, show_progress
@@ -49,6 +49,7 @@ from rl.observability.stacks import catch_signal, stop_writing_stacks
 from rl.protocols import Rewarder
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.rubric import Rubric
+from rl.starting_point import StartingPoint
 from rl.tasks.task import Task
 from rl.training.checkpoints.config import CheckpointConfig, LoadSource
 from rl.training.checkpoints.files import DamagedCheckpointError, put_aside
@@ -61,6 +62,18 @@ from rl.weights.store import WeightStore
 logger = logging.getLogger(__name__)
 
 FROM_THE_BEGINNING = "starting from the beginning: there is no checkpoint to go on from"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedRun:
+    """A run that has passed its checks and has an open folder; no process is started yet."""
+
+    request: RunRequest
+    config: RunConfig
+    plan: Plan
+    folder: RunFolder
+    changes: Sequence[str] = ()
+    """A line for each field of a resumed run that differs from its earlier attempt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +112,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     `run.cluster.restart_trainer(error)` starts a new one with the starting weights.
 
     Raises:
-        ValueError: the config cannot run, as in `open_folder`.
+        ValueError: the config cannot run, as in `prepare_run`.
         RunError: a process did not come up, or ran into an error.
 
     Example:
@@ -112,10 +125,10 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         )
     allow_loopback()
     config = fit_to_devices(config, num_gpus=count_gpus())
-    source = ResolvedRun(module="script", function="open_run", config=config)
-    with open_folder(config, source=source) as (folder, plan):
-        async with start_run(config, plan=plan, folder=folder) as run:
-            await load_weights(run.trainer, config=config, plan=plan)
+    request = RunRequest(module="script", function="open_run", config=config)
+    with prepare_run(request) as prepared:
+        async with start_actors(prepared) as run:
+            await load_weights(run)
             yield run
 
 
@@ -123,34 +136,31 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
 
 
 @contextmanager
-def open_folder(config: RunConfig, *, source: ResolvedRun) -> Iterator[tuple[RunFolder, Plan]]:
-    """Check a config, then open the folder of a new or resumed run, with its log and its events.
+def prepare_run(request: RunRequest) -> Iterator[PreparedRun]:
+    """Check the config, open the folder of a new or resumed run, and record the block's events.
 
     Raises:
         ValueError: the config cannot run; an earlier run of that name is as it was. Nothing was
             written, except that a checkpoint folder outside of the run's folder was made and has a
             lock file.
     """
+    config: RunConfig = request.config
     check_fields(config)  # a script may have edited it
-    # A resumed run's folder is locked before its checkpoints are read, a new one made after all
-    # checks.
-    open_planned = _create_folder if source.resumes is None else _resume_folder
-    with (
-        _lock_shared_checkpoints(config.trainer.checkpoint),
-        open_planned(config, source) as (folder, plan, changes),
-    ):
-        if config.print_config:
-            print_line(json.dumps(to_dict(config), indent=2))
-        print_line(f"run folder: {folder.path}")
-        if config.launch.share_gpus:
-            print_line("trainer and generators take turns on the same GPUs (launch.share_gpus)")
-        with _open_log(folder, config):
-            _report_start(source, plan, changes)
-            write_environment(folder.environment)
-            with _record_run(config, plan, folder, resumes=source.resumes is not None):
-                yield folder, plan
-            logger.info("finished")
-        folder.mark_finished()
+    with _lock_shared_checkpoints(config.trainer.checkpoint):
+        prepared = _open_new(request) if request.resumes is None else _open_resumed(request)
+        with prepared.folder as folder:
+            if config.print_config:
+                print_line(json.dumps(to_dict(config), indent=2))
+            print_line(f"run folder: {folder.path}")
+            if config.launch.share_gpus:
+                print_line("trainer and generators take turns on the same GPUs (launch.share_gpus)")
+            with _open_log(folder, console_level=config.console_level):
+                _report_start(prepared)
+                write_environment(folder.environment)
+                with _record_events(prepared):
+                    yield prepared
+                logger.info("finished")
+            folder.mark_finished()
 
 
 def _lock_shared_checkpoints(config: CheckpointConfig) -> AbstractContextManager[object]:
@@ -166,80 +176,83 @@ def _lock_shared_checkpoints(config: CheckpointConfig) -> AbstractContextManager
     )
 
 
-@contextmanager
-def _create_folder(
-    config: RunConfig, source: ResolvedRun
-) -> Iterator[tuple[RunFolder, Plan, Sequence[str]]]:
-    # The plan is first: a config that cannot run leaves no folder, and replaces none.
+def _open_new(request: RunRequest) -> PreparedRun:
+    """Check the config of a new run, then make its folder."""
+    config: RunConfig = request.config
+    # The checks come first: a config that cannot run leaves no folder, and replaces none.
     plan = make_plan(config)
-    with RunFolder.create(
+
+    inputs = find_input_paths(config)
+    inputs.pop("dump_folder", None)  # The parent of the run's folder is written to, not read.
+    folder = RunFolder.create(
         config.dump_folder,
-        config.name or f"{source.module.replace('.', '-')}-{source.function}",
+        config.name or request.origin.replace(".", "-"),
         time_stamp=config.name is None,
         overwrite=config.overwrite,
-        inputs=plan.inputs(config),
+        inputs=inputs,
         checkpoints=config.trainer.checkpoint.shared_folder,
-    ) as folder:
-        try:
-            _write_start(folder, plan, source)
-        except BaseException:
-            # The name stays free, and a folder that was there stays usable.
-            folder.discard()
-            raise
-        yield folder, plan, ()
+    )
+    try:
+        _write_start(request, folder=folder, start=plan.start)
+    except BaseException:
+        # The name stays free, and a folder that was there stays usable.
+        folder.discard()
+        raise
+    return PreparedRun(request=request, config=config, plan=plan, folder=folder)
 
 
-@contextmanager
-def _resume_folder(
-    config: RunConfig, source: ResolvedRun
-) -> Iterator[tuple[RunFolder, Plan, Sequence[str]]]:
-    """Yield the folder of a run that goes on, and the fields of its config that have changed."""
-    assert source.resumes is not None
-    shared = config.trainer.checkpoint.shared_folder
-    with RunFolder.resume(source.resumes, checkpoints=shared) as folder:
+def _open_resumed(request: RunRequest) -> PreparedRun:
+    """Lock the folder of a run that goes on, then check its config."""
+    config: RunConfig = request.config
+    assert request.resumes is not None
+    # The lock comes first: the checks read the folder's checkpoints.
+    folder = RunFolder.resume(request.resumes, checkpoints=config.trainer.checkpoint.shared_folder)
+    try:
         # Before the new config replaces the one of the earlier attempt.
         changes = list_changed_fields(folder.config_json, config)
         # The plan may set damaged checkpoints aside, which the log tells.
-        with _open_log(folder, config):
+        with _open_log(folder, console_level=config.console_level):
             plan = make_plan(config, resumes=folder)
-        _write_start(folder, plan, source)
+        _write_start(request, folder=folder, start=plan.start)
         folder.resume_writing()
-        yield folder, plan, changes
+    except BaseException:
+        folder.close()
+        raise
+    return PreparedRun(request=request, config=config, plan=plan, folder=folder, changes=changes)
 
 
-def _write_start(folder: RunFolder, plan: Plan, source: ResolvedRun) -> None:
+def _write_start(request: RunRequest, *, folder: RunFolder, start: StartingPoint) -> None:
     """Write config and starting model.
 
     Raises:
         ValueError: a file cannot be written; nothing is started yet.
     """
     with name_folder_errors(folder.config_json, "written"):
-        write_json(source, folder.config_json)
-    if source.defaults is not None:
+        write_json(request, folder.config_json)
+    if request.defaults is not None:
         with name_folder_errors(folder.defaults_json, "written"):
-            write_defaults(source, folder.defaults_json)
-    with raise_if_unwritten(str(plan.start.folder)):
-        plan.start.make()
+            write_defaults(request, folder.defaults_json)
+    with raise_if_unwritten(str(start.folder)):
+        start.make()
 
 
 @contextmanager
-def _open_log(folder: RunFolder, config: RunConfig) -> Iterator[None]:
-    undo_logging = setup_logging(
-        "controller", folder=folder.logs, console_level=config.console_level
-    )
+def _open_log(folder: RunFolder, *, console_level: str) -> Iterator[None]:
+    undo_logging = setup_logging("controller", folder=folder.logs, console_level=console_level)
     try:
         yield
     finally:
         undo_logging()
 
 
-def _report_start(source: ResolvedRun, plan: Plan, changes: Sequence[str]) -> None:
+def _report_start(prepared: PreparedRun) -> None:
     """Print and log what a reader of the run has to know about its config."""
-    logger.info("config %s.%s", source.module, source.function)
-    for path in find_options_set_in_vain(source):
+    request, plan = prepared.request, prepared.plan
+    logger.info("config %s", request.origin)
+    for path in find_options_set_in_vain(request):
         logger.warning("set without effect: %s", path)
         print_line(f"set without effect: {path}")
-    for change in changes:
+    for change in prepared.changes:
         logger.info("changed: %s", change)
         print_line(f"changed: {change}")
     for difference in plan.differences:
@@ -249,18 +262,17 @@ def _report_start(source: ResolvedRun, plan: Plan, changes: Sequence[str]) -> No
 
 
 @contextmanager
-def _record_run(
-    config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool
-) -> Iterator[None]:
+def _record_events(prepared: PreparedRun) -> Iterator[None]:
     """Record the controller's events and spans in the folder."""
+    folder, resumed = prepared.folder, prepared.plan.resumed
     for file in (folder.logs / STATE_FOLDER).glob("*"):
         file.unlink()  # processes of the earlier attempt would count as dead
     catch_signal()
-    record_process(folder.logs, role="controller", rank=0, timeline=config.timeline)
+    record_process(folder.logs, role="controller", rank=0, timeline=prepared.config.timeline)
 
     events = Events(folder.events)
-    position = None if plan.resumed is None else plan.resumed.position
-    if not resumes:
+    position = None if resumed is None else resumed.position
+    if prepared.request.resumes is None:
         events.add("started")
     elif position is None:
         events.add("resumed", step=0)
@@ -286,8 +298,8 @@ def _record_run(
 
 
 @asynccontextmanager
-async def start_run(
-    config: RunConfig, *, plan: Plan, folder: RunFolder, stop: StopRequest | None = None
+async def start_actors(
+    prepared: PreparedRun, *, stop: StopRequest | None = None
 ) -> AsyncIterator[Run]:
     """Start the actors of a run, and end them with the block, however it ends.
 
@@ -297,8 +309,9 @@ async def start_run(
     Args:
         stop: gets the first Ctrl-C, SIGTERM or SIGHUP while a loop listens to it.
     """
+    config, plan, folder = prepared.config, prepared.plan, prepared.folder
     events = Events(folder.events)
-    store = config.weights.build(dtype=config.generator.dtype, run_folder=folder.path)
+    store: WeightStore = config.weights.build(dtype=config.generator.dtype, run_folder=folder.path)
     # The folder of temporary files is on this machine only.
     on_disk: AbstractContextManager[None] = (
         nullcontext() if config.launch.on_cluster else guard_temporary_files()
@@ -309,18 +322,11 @@ async def start_run(
                 rubric = plan.task.rubric(seed=config.seed)
                 with show_progress("starting the actors (import, load, compile)"):
                     cluster = await _start_cluster(
-                        config,
-                        plan=plan,
-                        folder=folder,
-                        launcher=launcher,
-                        store=store,
-                        rubric=rubric,
-                        events=events,
+                        prepared, launcher=launcher, store=store, rubric=rubric, events=events
                     )
                 print_line(cluster.network)
-                async with open_rewarder(
-                    cluster.reward, config=config.reward, rubric=rubric
-                ) as rewarder:
+                rewards = open_rewarder(cluster.reward, config=config.reward, rubric=rubric)
+                async with rewards as rewarder:
                     yield Run(
                         config=config,
                         plan=plan,
@@ -343,15 +349,14 @@ async def start_run(
 
 
 async def _start_cluster(
-    config: RunConfig,
+    prepared: PreparedRun,
     *,
-    plan: Plan,
-    folder: RunFolder,
     launcher: Launcher,
     store: WeightStore,
     rubric: Rubric,
     events: Events,
 ) -> Cluster:
+    config, plan, folder = prepared.config, prepared.plan, prepared.folder
     return await start_cluster(
         _set_total_steps(config),
         launcher=launcher,
@@ -384,10 +389,8 @@ def _set_total_steps(config: RunConfig) -> RunConfig:
 
 
 async def load_weights(
-    trainer: TrainerClient,
+    run: Run,
     *,
-    config: RunConfig,
-    plan: Plan,
     find: Callable[[], LoadSource | None] | None = None,
     may_set_aside: Callable[[LoadSource], bool] | None = None,
 ) -> LoadSource | None:
@@ -403,9 +406,9 @@ async def load_weights(
     Raises:
         DamagedCheckpointError: the checkpoint may not be set aside.
     """
-    patterns = config.trainer.checkpoint.exclude_from_loading
+    patterns = run.config.trainer.checkpoint.exclude_from_loading
     while True:
-        source = plan.source if find is None else find()
+        source = run.plan.source if find is None else find()
         if source is None:
             break
         exclude = None
@@ -413,7 +416,7 @@ async def load_weights(
             # A run leaves less out of its own: what is only compared, or could not be read.
             exclude = select_own_exclusions(patterns, model_only=source.model_only)
         try:
-            version = await trainer.load_checkpoint(
+            version = await run.trainer.load_checkpoint(
                 str(source.path), model_only=source.model_only, exclude=exclude
             )
         except DamagedCheckpointError as error:
@@ -424,26 +427,25 @@ async def load_weights(
             logger.info("loaded %s, policy version %d", source.path, version)
             return source
 
-    if plan.start.warmed_up is not None:
-        await _warm_up(trainer, config=config, plan=plan, destination=plan.start.warmed_up)
+    if run.plan.start.warmed_up is not None:
+        await _warm_up(run, destination=run.plan.start.warmed_up)
     return None
 
 
-async def _warm_up(
-    trainer: TrainerClient, *, config: RunConfig, plan: Plan, destination: Path
-) -> None:
+async def _warm_up(run: Run, *, destination: Path) -> None:
     """Train supervised steps and save them as a Hugging Face folder.
 
     The folder is then loaded, as every later run does, so that all of them start alike.
     """
-    assert config.warmup is not None
+    config, trainer = run.config.warmup, run.trainer
+    assert config is not None
     if not destination.exists():  # else a trainer that was lost since has made it
-        warmup: SupervisedWarmup = config.warmup.build(
-            trainer=trainer, renderer=plan.renderer, environments=plan.environments
+        warmup: SupervisedWarmup = config.build(
+            trainer=trainer, renderer=run.renderer, environments=run.plan.environments
         )
-        with show_progress("warm-up", total=config.warmup.num_steps) as advance:
+        with show_progress("warm-up", total=config.num_steps) as advance:
             await warmup.run(
-                plan.task.warmup_problems(seed=config.seed),
+                run.task.warmup_problems(seed=run.config.seed),
                 on_step=lambda loss: advance(note=f"loss {loss:.3f}"),
             )
         try:

@@ -213,7 +213,7 @@ def loop_steps(
     Returns:
         The metrics of each measured step.
     """
-    from rl.config.registry import ResolvedRun
+    from rl.config.registry import RunRequest
     from rl.observability.metrics import read_metrics
 
     num_steps = num_warmup + steps + num_cooldown
@@ -226,8 +226,8 @@ def loop_steps(
     config.loop.eval_every = 0
     with tempfile.TemporaryDirectory() as folder:
         config.dump_folder = folder
-        run = ResolvedRun(module="sum_digits", function="tiny", config=config)
-        records = read_metrics(config.build(run=run).run() / "metrics.jsonl")
+        request = RunRequest(module="sum_digits", function="tiny", config=config)
+        records = read_metrics(config.build(request=request).run() / "metrics.jsonl")
         return records[num_warmup : num_warmup + steps]
 
 

@@ -1,5 +1,7 @@
-"""GRPO on sum-digits; the tiny default runs on a laptop's CPU: `python -m
-rl.simple_grpo_sum_digits`.
+"""GRPO on sum-digits, on a laptop's CPU: `python -m rl.simple_grpo_sum_digits`.
+
+The program is that of `python -m rl.train --module sum_digits --config tiny`; both have all
+options, and start in `rl.config.cli.main`.
 """
 
 from __future__ import annotations

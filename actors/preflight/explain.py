@@ -38,7 +38,7 @@ from actors.preflight.plan import (
 from actors.preflight.task import check_problems
 from rl.config.configurable import find_idle_options
 from rl.config.json import find_differences, to_dict, walk_leaves
-from rl.config.registry import ExplanationForm, ResolvedRun
+from rl.config.registry import ExplanationForm, RunRequest
 from rl.config.tree import walk
 from rl.distributed.mesh import Degrees
 from rl.loop.config import LoopConfig
@@ -64,13 +64,13 @@ NOT_TRIED = (
 )
 
 
-def show(run: ResolvedRun, *, form: ExplanationForm, here: Machine) -> int:
+def show(request: RunRequest, *, form: ExplanationForm, here: Machine) -> int:
     """Print the explanation of a run and return the exit status.
 
     The status is 2 for a config that is refused on any machine (the reasons also go to stderr),
     else 0.
     """
-    explanation = explain(run, here=here)
+    explanation = explain(request, here=here)
     as_json = json.dumps(explanation, indent=2, allow_nan=False)
     as_yaml = yaml.safe_dump(json.loads(as_json), sort_keys=False, width=WIDTH)
     print_text(as_json if form == "json" else as_yaml)
@@ -79,10 +79,10 @@ def show(run: ResolvedRun, *, form: ExplanationForm, here: Machine) -> int:
     return 2 if explanation["options"]["refused"] else 0
 
 
-def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
+def explain(request: RunRequest, *, here: Machine) -> dict[str, Any]:
     """Explain a run of a `RunConfig` that would be started on the machine `here`."""
-    config = run.config
-    found = _search(config, resumes=run.resumes)
+    config = request.config
+    found = _search(config, resumes=request.resumes)
     refused_here = found.faults
 
     # The machine first: values that the config leaves to the devices, and so all checks, follow
@@ -92,7 +92,7 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
     spec = set_arithmetic(config, found.spec)
     on_gpu = trains_on_gpu(config.launch, num_gpus=machine.num_gpus)
     refused = find_config_faults(
-        config, spec=spec, num_gpus=machine.num_gpus, resumes=run.resumes is not None
+        config, spec=spec, num_gpus=machine.num_gpus, resumes=request.resumes is not None
     )
     # Estimates of a refused layout would be errors of their own, about nothing new.
     if not refused:
@@ -107,9 +107,9 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
                 exclude = config.trainer.checkpoint.exclude_from_loading
                 check_problems(found.source, found.task, seed=config.seed, exclude=exclude)
 
-    values, changes = to_dict(config), _find_changes(run)
+    values, changes = to_dict(config), _find_changes(request)
     return {
-        "config": f"{run.module}.{run.function}",
+        "config": request.origin,
         "model": f"{spec.name} {spec.flavor}",
         "devices": devices,
         "values": dict(walk_leaves(values)),
@@ -129,19 +129,19 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
     }
 
 
-def _find_changes(run: ResolvedRun) -> dict[str, dict[str, Any]]:
+def _find_changes(request: RunRequest) -> dict[str, dict[str, Any]]:
     """Return the values that differ from those of the registry's config, with both."""
-    if run.defaults is None:  # a script made the config
+    if request.defaults is None:  # a script made the config
         return {}
     changes: dict[str, dict[str, Any]] = {}
-    for path, pair in find_differences(to_dict(run.config), to_dict(run.defaults)).items():
+    for path, pair in find_differences(to_dict(request.config), to_dict(request.defaults)).items():
         changes[path] = {"value": pair[1], "registry": pair[0]}
     return changes
 
 
-def find_options_set_in_vain(run: ResolvedRun) -> list[str]:
+def find_options_set_in_vain(request: RunRequest) -> list[str]:
     """Return the options without effect that differ from those of the registry's config."""
-    return list_idle_options(run.config, changed=_find_changes(run))["set_without_effect"]
+    return list_idle_options(request.config, changed=_find_changes(request))["set_without_effect"]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,7 +16,6 @@ from actors.preflight.task import check_problems, check_task
 from actors.trainer import PolicyTrainer
 from rl.config.json import name_code, to_dict
 from rl.config.rules import check_rules
-from rl.config.tree import find_input_paths
 from rl.models.files.assets import resolve_assets
 from rl.models.spec import ModelSpec
 from rl.observability.metrics import read_metrics
@@ -67,13 +66,6 @@ class Plan:
     """Fingerprint of the task's problems, for checkpoints."""
     differences: tuple[str, ...] = ()
     """Differences from the problems of the checkpoint that the run goes on from."""
-
-    def inputs(self, config: RunConfig) -> dict[str, Path]:
-        """Return the files and folders that the run reads, by the field that they come from."""
-        paths = find_input_paths(config)
-        # The parent of the run's folder is written to, not read.
-        paths.pop("dump_folder", None)
-        return paths
 
 
 def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:

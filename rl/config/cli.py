@@ -30,7 +30,13 @@ import tyro
 
 from rl.config.json import LOCATION, encode, read_json
 from rl.config.known_names import find
-from rl.config.registry import ExplanationForm, ResolvedRun, resolve
+from rl.config.registry import (
+    ExplainableComponent,
+    ExplanationForm,
+    RootComponent,
+    RunRequest,
+    resolve,
+)
 from rl.config.tree import ConfigEntry, ConfigError, describe_type, list_children, rebuild, walk
 from rl.utils.caches import ensure_private_caches
 from rl.utils.errors import RunError
@@ -75,7 +81,7 @@ def main(
 
     # The config's module imports everything that the run needs: many objects, none of them garbage.
     with disable_collections():
-        run = parse_cli(
+        request = parse_cli(
             argv,
             default_module=default_module,
             default_config=default_config,
@@ -83,14 +89,15 @@ def main(
         )
 
     try:
-        if run.explain is not None and not hasattr(run.config.owner, "explain"):
-            raise ValueError(f"--explain: {run.module}.{run.function} is not a training run")
-        # Not `build`, which would judge the config again: nothing has touched it since.
-        component = run.config.owner(config=run.config, run=run)
-        if run.explain is None:
-            component.run()
+        # The root of a training run is `actors.controller.Controller`. It is not made by
+        # `config.build`, which would judge the config again: nothing has touched the config since.
+        root: type[RootComponent] = request.config.owner
+        if request.explain is None:
+            root(config=request.config, request=request).run()
             return 0
-        return int(component.explain(run.explain))
+        if not issubclass(root, ExplainableComponent):
+            raise ValueError(f"--explain: {request.origin} is not a training run")
+        return root(config=request.config, request=request).explain(request.explain)
     except ValueError as error:
         print_error(f"error: {error}")
         return 2
@@ -108,7 +115,7 @@ def parse_cli(
     default_module: str,
     default_config: str | None = None,
     prog: str | None = None,
-) -> ResolvedRun:
+) -> RunRequest:
     """Return the run that a command line describes; without `default_config` it must have
     `--config`.
 
@@ -118,18 +125,18 @@ def parse_cli(
     """
     try:
         options, wants_help = _split(argv)
-        run, changes = _find_source(
+        request, changes = _find_request(
             options, default_module=default_module, default_config=default_config
         )
         # The config is judged once, with everything that the command line changes.
-        changes |= _read_changes(run.config, options)
-        run = dataclasses.replace(run, config=rebuild(run.config, changes))
+        changes |= _read_changes(request.config, options)
+        request = dataclasses.replace(request, config=rebuild(request.config, changes))
     except ConfigError as error:
         print_error(f"error: {error}")
         raise SystemExit(2) from None
     if wants_help:
-        _print_help(run, prog=prog)
-    return run
+        _print_help(request, prog=prog)
+    return request
 
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], bool]:
@@ -152,9 +159,9 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], bool]:
     return options, options.pop("help", None) is not None
 
 
-def _find_source(
+def _find_request(
     options: dict[str, list[str]], *, default_module: str, default_config: str | None
-) -> tuple[ResolvedRun, dict[str, Any]]:
+) -> tuple[RunRequest, dict[str, Any]]:
     """Return the run without its overrides, and the values by path that its origin changes.
 
     Removes the options of `SOURCE_OPTIONS`.
@@ -171,26 +178,26 @@ def _find_source(
 
     changes: dict[str, Any] = {}
     if "resume" in given:
-        run, changes = _resume(Path(given["resume"]), options)
+        request, changes = _resume(Path(given["resume"]), options)
     elif "from_json" in given:
-        run = read_json(Path(given["from_json"]), before=print_error)
+        request = read_json(Path(given["from_json"]), before=print_error)
         # The name, and the permission to overwrite it, are those of the run that wrote the file.
-        for f in dataclasses.fields(run.config):
+        for f in dataclasses.fields(request.config):
             if f.metadata.get("one_run"):
                 changes[f.name] = f.default
     else:
         # An empty name finds nothing, so the error lists what the module has.
-        run = resolve(
+        request = resolve(
             given.get("module", default_module), given.get("config", default_config or "")
         )
 
     # Such a field could never be set: the option is taken before the config is known.
-    clash = _name_fields(run.config) & {*SOURCE_OPTIONS, "help"}
+    clash = _name_fields(request.config) & {*SOURCE_OPTIONS, "help"}
     if clash:
         raise TypeError(
-            f"{type(run.config).__qualname__} has fields named like options: {sorted(clash)}"
+            f"{type(request.config).__qualname__} has fields named like options: {sorted(clash)}"
         )
-    return dataclasses.replace(run, explain=explain), changes
+    return dataclasses.replace(request, explain=explain), changes
 
 
 def _take_source_options(options: dict[str, list[str]]) -> dict[str, str]:
@@ -212,7 +219,7 @@ def _name_fields(config: Any) -> set[str]:
     return {f.name for f in dataclasses.fields(config)}
 
 
-def _resume(folder: Path, options: Container[str]) -> tuple[ResolvedRun, dict[str, Any]]:
+def _resume(folder: Path, options: Container[str]) -> tuple[RunRequest, dict[str, Any]]:
     """Return the run of a folder, and the values that place it there."""
     for name in LOCATION:
         if name in options:
@@ -221,14 +228,14 @@ def _resume(folder: Path, options: Container[str]) -> tuple[ResolvedRun, dict[st
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"--resume {folder}: not the folder of a run: it has no config.json")
-    run = read_json(file, before=print_error)
-    if not set(LOCATION) <= _name_fields(run.config):
-        raise ConfigError(f"--resume {folder}: {run.module}.{run.function} is not a training run")
+    request = read_json(file, before=print_error)
+    if not set(LOCATION) <= _name_fields(request.config):
+        raise ConfigError(f"--resume {folder}: {request.origin} is not a training run")
     # The folder may have been moved since, so that its place says more than its config.json; the
     # type of the field is str or Path.
-    dump_folder = type(run.config.dump_folder)(path.parent)
+    dump_folder = type(request.config.dump_folder)(path.parent)
     location = {"name": path.name, "dump_folder": dump_folder, "overwrite": False}
-    return dataclasses.replace(run, resumes=path), location
+    return dataclasses.replace(request, resumes=path), location
 
 
 def _read_changes(config: Any, options: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -325,25 +332,25 @@ def _describe_component(entry: ConfigEntry) -> ConfigError:
     return ConfigError(f"--{entry.path}: has fields of its own: {fields}{off}")
 
 
-def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:
+def _print_help(request: RunRequest, *, prog: str | None) -> NoReturn:
     """Print all options and exit."""
     try:
-        print_text("\n".join(_describe_options(run, prog=prog)))
+        print_text("\n".join(_describe_options(request, prog=prog)))
     except ValueError as error:
         print_error(f"error: {error}")
         raise SystemExit(2) from None
     raise SystemExit(0)
 
 
-def _describe_options(run: ResolvedRun, *, prog: str | None) -> Iterator[str]:
+def _describe_options(request: RunRequest, *, prog: str | None) -> Iterator[str]:
     yield (
-        f"usage: {prog} [--option value ...]\n\n{run.module}.{run.function}: "
-        f"{type(run.config).__qualname__}. Defaults are those of this config; choose another with "
-        "--module and --config.\n"
+        f"usage: {prog} [--option value ...]\n\n{request.origin}: "
+        f"{type(request.config).__qualname__}. Defaults are those of this config; choose another "
+        "with --module and --config.\n"
     )
     for name, text in SOURCE_OPTIONS.items():
         yield from _describe_option(name, "str", text)
-    for entry in walk(run.config):
+    for entry in walk(request.config):
         if entry.kind == "leaf":
             default = f"{entry.doc} (default: {encode(entry.value)!r})".strip()
             yield from _describe_option(entry.path, describe_type(entry.annotation), default)

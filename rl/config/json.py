@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl.config.registry import ResolvedRun, resolve
+from rl.config.registry import RunRequest, resolve
 from rl.config.tree import ConfigEntry, ConfigError, convert, list_children, rebuild
 from rl.utils.files import parse_json, read_json_object, replace_file
 
@@ -48,16 +48,19 @@ def load_values(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
     return rebuild(config, changes)
 
 
-def write_json(run: ResolvedRun, path: Path) -> None:
+def write_json(request: RunRequest, path: Path) -> None:
     """Write a run's `config.json` atomically."""
-    _write({"module": run.module, "config": run.function, "values": to_dict(run.config)}, path)
+    _write(
+        {"module": request.module, "config": request.function, "values": to_dict(request.config)},
+        path,
+    )
 
 
-def write_defaults(run: ResolvedRun, path: Path) -> None:
+def write_defaults(request: RunRequest, path: Path) -> None:
     """Write the values of the registry function's config atomically, for readers that may not call
     the function.
     """
-    _write(to_dict(run.defaults), path)
+    _write(to_dict(request.defaults), path)
 
 
 def _write(content: Mapping[str, Any], path: Path) -> None:
@@ -66,7 +69,7 @@ def _write(content: Mapping[str, Any], path: Path) -> None:
         file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path, *, before: Callable[[str], None] | None = None) -> ResolvedRun:
+def read_json(path: Path, *, before: Callable[[str], None] | None = None) -> RunRequest:
     """Import the module of a `config.json`, call its registry function, and return the run.
 
     Args:

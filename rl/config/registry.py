@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from rl.config.configurable import Configurable
 from rl.config.tree import ConfigError
@@ -24,8 +24,14 @@ ExplanationForm = Literal["text", "json"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedRun:
-    """A complete config and the registry function that it comes from."""
+class RunRequest:
+    """A run that a command line or a script asks for: a complete config, and its origin.
+
+    Example:
+        `--module sum_digits --config tiny --loop.num_steps 5` is
+        RunRequest(module="sum_digits", function="tiny", config=<tiny() with 5 steps>,
+        defaults=<tiny()>).
+    """
 
     module: str
     function: str
@@ -38,8 +44,34 @@ class ResolvedRun:
     explain: ExplanationForm | None = None
     """Form in which to explain the run instead of starting it; None: start it."""
 
+    @property
+    def origin(self) -> str:
+        """Return the dotted name of the registry function, such as sum_digits.tiny."""
+        return f"{self.module}.{self.function}"
 
-def resolve(module: str, function: str) -> ResolvedRun:
+
+class RootComponent(Protocol):
+    """The component of a root config, which a command line runs.
+
+    There are two: `actors.controller.Controller` runs a training run, and
+    `rl.tinker.serving.TinkerServer` serves the Tinker API.
+    """
+
+    def __init__(self, *, config: Any, request: RunRequest) -> None: ...
+
+    def run(self) -> object:
+        """Run to the end; raise ValueError for a config that cannot run."""
+
+
+@runtime_checkable
+class ExplainableComponent(RootComponent, Protocol):
+    """A root component that can tell about a run without starting it: the Controller."""
+
+    def explain(self, form: ExplanationForm) -> int:
+        """Print the run of the config and what is refused; return the exit status."""
+
+
+def resolve(module: str, function: str) -> RunRequest:
     """Call a registry function and return its config; raises ConfigError, which lists the valid
     names.
     """
@@ -53,7 +85,7 @@ def resolve(module: str, function: str) -> ResolvedRun:
             f"--config {function}: {module}.{function}() returned a {type(config).__qualname__}, "
             "not a Configurable.Config"
         )
-    return ResolvedRun(module=module, function=function, config=config, defaults=config)
+    return RunRequest(module=module, function=function, config=config, defaults=config)
 
 
 def load_module(name: str) -> ModuleType:

@@ -22,7 +22,7 @@ from pathlib import Path
 import uvicorn
 
 from rl.config.configurable import Configurable
-from rl.config.registry import ResolvedRun
+from rl.config.registry import RunRequest
 from rl.config.tree import check_bounds
 from rl.observability.console import print_line
 from rl.tinker.app import make_app
@@ -89,7 +89,7 @@ class TinkerServer(Configurable):
             if not self.storage_folder:
                 raise ValueError("storage_folder='': must be a folder's name")
 
-    def __init__(self, *, config: Config, run: ResolvedRun | None = None) -> None:
+    def __init__(self, *, config: Config, request: RunRequest | None = None) -> None:
         """Raise ValueError for API keys that cannot be read, or are missing although the address is
         public.
         """

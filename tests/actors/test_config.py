@@ -14,7 +14,7 @@ from actors.config import (
     Timeouts,
 )
 from actors.generator import VLLMGenerator
-from actors.run import open_folder
+from actors.run import prepare_run
 from rl.config.json import to_dict
 from rl.config.registry import resolve
 
@@ -90,14 +90,14 @@ def test_invalid_value_is_refused_by_field_with_what_is_valid(kind, fields, says
 
 def test_resolved_config_is_printed_if_asked_for(tmp_path, capsys):
     for asked in (True, False):
-        source = resolve("tests.support.faulty_configs", "short")
-        config: Any = source.config
+        request = resolve("tests.support.faulty_configs", "short")
+        config: Any = request.config
         config.dump_folder, config.name, config.print_config = (
             str(tmp_path),
             f"printed-{asked}",
             asked,
         )
-        with open_folder(config, source=source):
+        with prepare_run(request):
             pass
         before, _, _ = capsys.readouterr().out.partition("run folder: ")
         assert before == (json.dumps(to_dict(config), indent=2) + "\n" if asked else "")

@@ -16,7 +16,7 @@ from configs.sum_digits import qwen3_32b, tiny
 from rl.config.cli import main
 from rl.config.configurable import find_idle_options
 from rl.config.json import write_json
-from rl.config.registry import ResolvedRun
+from rl.config.registry import RunRequest
 from rl.config.tree import rebuild
 from rl.loop.config import LoopConfig
 from rl.run_rules import RULES
@@ -59,7 +59,7 @@ def test_resumed_run_lists_what_differs_from_its_registry_function(tmp_path):
     (folder / "status.json").write_text('{"status": "running"}')
     config = changed(name="elsewhere", trainer__optimizer__lr=1e-3, warmup=None)
     write_json(
-        ResolvedRun(module="sum_digits", function="tiny", config=config), folder / "config.json"
+        RunRequest(module="sum_digits", function="tiny", config=config), folder / "config.json"
     )
     found = explained("--resume", str(folder), "--loop.num_steps", "100")
     assert {
@@ -138,7 +138,7 @@ def test_damaged_checkpoint_and_load_errors_are_named_and_left_in_place(tmp_path
     save(folder / "checkpoints", 10, position=False)
     (folder / "status.json").write_text('{"status": "running"}')
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    run = ResolvedRun(module="sum_digits", function="tiny", config=tiny(), resumes=folder)
+    run = RunRequest(module="sum_digits", function="tiny", config=tiny(), resumes=folder)
     found = explain(run, here=LAPTOP)
     assert found["not_checked"][0].startswith("step-20 would be set aside")
     assert any("was not saved by a loop" in fault for fault in found["options"]["refused_here"])

@@ -33,10 +33,10 @@ def test_dry_run_shows_the_placement_and_neither_starts_nor_writes_anything(tmp_
         str(tmp_path),
     ]
     hosts = ["--launch.hosts", "process", "--launch.trainer_hosts", "2"]
-    run = parse_cli(
+    request = parse_cli(
         [*options, *hosts], default_module="sum_digits", default_config="tiny_fsdp2", prog="relay"
     )
-    run.config.build(run=run).run()
+    request.config.build(request=request).run()
     assert capsys.readouterr().out.splitlines() == [
         "trainer: hosts 'trainer', 2 x 1 processes of 1 threads, no device of its own",
         "generator_0: hosts 'generator0', 1 x 1 processes of 2 threads, no device of its own",
@@ -65,15 +65,18 @@ def stopped(tmp_path_factory):
         "--task.columns.demonstration", "None", "--dump_folder", str(folder), "--name", "run",
         "--warmup", "None",
     ]  # fmt: skip
-    run = parse_cli(options, default_module="gsm8k", default_config="tiny", prog="relay")
+    request = parse_cli(options, default_module="gsm8k", default_config="tiny", prog="relay")
     path = folder / "run"
     path.mkdir()
-    write_json(run, path / "config.json")
+    write_json(request, path / "config.json")
     (path / "status.json").write_text('{"status": "running"}')
     engine = TrainingEngine(
-        config=run.config.trainer, model_spec=run.config.model, hf_assets_path=None, device="cpu"
+        config=request.config.trainer,
+        model_spec=request.config.model,
+        hf_assets_path=None,
+        device="cpu",
     )
-    problems = make_fingerprint(run.config.task.build(), seed=run.config.seed)
+    problems = make_fingerprint(request.config.task.build(), seed=request.config.seed)
     position = LoopPosition(step=2, num_problems=64, problems=problems)
     engine.save_checkpoint(str(path / "checkpoints" / "step-2"), position=position)
     return folder
@@ -81,8 +84,8 @@ def stopped(tmp_path_factory):
 
 def try_resume(folder, *options):
     arguments = ["--resume", str(folder / "run"), "--launch.dry_run", "true", *options]
-    run = parse_cli(arguments, default_module="gsm8k", default_config="tiny", prog="relay")
-    run.config.build(run=run).run()
+    request = parse_cli(arguments, default_module="gsm8k", default_config="tiny", prog="relay")
+    request.config.build(request=request).run()
 
 
 def test_dry_run_of_a_resume_reads_the_checkpoint(stopped, capsys):
@@ -113,14 +116,14 @@ def test_resume_with_other_problems_is_refused_unless_it_is_accepted(stopped, tm
         ValueError, match="were shuffled by seed 'train 0', and are shuffled by seed 'train 5' now"
     ):
         try_resume(stopped, "--seed", "5")
-    run = parse_cli(
+    request = parse_cli(
         ["--resume", str(folder / "run"), *file],
         default_module="gsm8k",
         default_config="tiny",
         prog="relay",
     )
     capsys.readouterr()
-    show(run, form="json", here=Machine.here())
+    show(request, form="json", here=Machine.here())
     explained = json.loads(capsys.readouterr().out)
     assert any(
         "other training problems" in reason for reason in explained["options"]["refused_here"]

@@ -48,12 +48,11 @@ class Loading:
 
 
 def load(trainer, folder, *, may_set_aside=True, source=None):
-    plan: Any = SimpleNamespace(start=SimpleNamespace(warmed_up=None))
+    plan = SimpleNamespace(start=SimpleNamespace(warmed_up=None))
+    run: Any = SimpleNamespace(trainer=trainer, config=tiny(), plan=plan)
     return asyncio.run(
         load_weights(
-            trainer,
-            config=tiny(),
-            plan=plan,
+            run,
             find=lambda: source or find_own_checkpoint(folder, num_steps=9),
             may_set_aside=lambda source: may_set_aside,
         )

@@ -10,7 +10,7 @@ import pytest
 from rl.config.cli import parse_cli
 from rl.config.configurable import Configurable
 from rl.config.json import encode, list_changed_fields, load_values, read_json, to_dict, write_json
-from rl.config.registry import ResolvedRun
+from rl.config.registry import RunRequest
 from rl.config.tree import ConfigError, convert
 from tests.config import example_configs
 
@@ -130,7 +130,7 @@ def test_encoded_value_is_read_as_itself(value, annotation):
     assert (found, type(found)) == (value, type(value))
 
 
-def parse(*argv: str) -> ResolvedRun:
+def parse(*argv: str) -> RunRequest:
     return parse_cli(argv, default_module=MODULE, default_config="large")
 
 

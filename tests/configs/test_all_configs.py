@@ -19,7 +19,7 @@ from configs import gpu
 from examples.custom_model import model_registry
 from rl.config.cli import parse_cli
 from rl.config.json import read_json, write_json
-from rl.config.registry import ResolvedRun, list_registry_functions, load_module
+from rl.config.registry import RunRequest, list_registry_functions, load_module
 from rl.models.files.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import make_renderer
@@ -68,7 +68,7 @@ def test_every_call_returns_a_new_config_that_survives_its_json(name, tmp_path):
     first, second = config_of(name), config_of(name)
     module, _, function = name.rpartition(".")
     path = tmp_path / "config.json"
-    write_json(ResolvedRun(module=module, function=function, config=first), path)
+    write_json(RunRequest(module=module, function=function, config=first), path)
     assert read_json(path).config == first == second
     if name in RUNS:
         values = json.loads(path.read_text())["values"]
@@ -100,7 +100,7 @@ def test_gpu_configs_fit_their_gpus_and_have_an_instruction(name):
         num_cores=64,
         memory_bytes=10**12,
     )
-    found = explain(ResolvedRun(module=module, function=function, config=config), here=here)
+    found = explain(RunRequest(module=module, function=function, config=config), here=here)
     assert (found["options"]["refused"], found["devices"]) == ([], "GPUs of this machine")
     trainer = found["memory"]["trainer_rank"]
     assert trainer["peak_gb"] < 0.9 * layout.gpu_gb

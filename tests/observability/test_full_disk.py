@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from actors.launch.member import record_process
-from actors.run import open_folder
+from actors.run import prepare_run
 from rl.config.registry import resolve
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, cut_back, read_metrics
@@ -146,17 +146,15 @@ def test_run_folder_without_disk_space_is_refused_or_stays_unfinished(tmp_path):
 @pytest.mark.parametrize("num_bytes", [0, 200])
 def test_full_disk_at_the_start_is_one_line_and_blocks_no_later_start(tmp_path, num_bytes):
     """With 200 bytes the status has room, and config.json has none."""
-    source = resolve("tests.support.faulty_configs", "short")
-    source.config.dump_folder, source.config.name = str(tmp_path), "run"
-    plan = SimpleNamespace(
-        inputs=lambda config: {}, start=SimpleNamespace(folder=tmp_path, make=lambda: None)
-    )
+    request = resolve("tests.support.faulty_configs", "short")
+    request.config.dump_folder, request.config.name = str(tmp_path), "run"
+    plan = SimpleNamespace(start=SimpleNamespace(folder=tmp_path, make=lambda: None))
 
     def start():
         limit_files(num_bytes)
         with (
             mock.patch("actors.run.make_plan", return_value=plan),
-            open_folder(source.config, source=source),
+            prepare_run(request),
         ):
             raise AssertionError("not reached")
 

@@ -6,10 +6,11 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 
-from actors.run import open_folder
+from actors.run import prepare_run
 from rl import report
 from rl.config.json import to_dict
 from rl.config.registry import resolve
@@ -52,12 +53,12 @@ def test_report_does_not_import_the_module_of_the_folder(folder, tmp_path, monke
 
 
 def test_run_leaves_what_the_report_needs_in_its_folder(tmp_path):
-    source = resolve("tests.support.faulty_configs", "short")
-    before = to_dict(source.config)
+    request = resolve("tests.support.faulty_configs", "short")
+    before = to_dict(request.config)
     config = resolve("tests.support.faulty_configs", "short").config
     config.dump_folder, config.name, config.loop.num_steps = str(tmp_path), "mine", 77
-    with open_folder(config, source=source) as (opened, _):
-        folder = opened.path
+    with prepare_run(replace(request, config=config)) as prepared:
+        folder = prepared.folder.path
     assert json.loads((folder / "defaults.json").read_text()) == before
     assert read_run(folder).defaults == before
 
