@@ -327,7 +327,7 @@ class Training:
         exports: list[tuple[Path, Callable[[str], Awaitable[None]]]] = []
         if checkpoint.exports:
             exports.append((folder / HF_FOLDER, trainer.export_hf))
-        if checkpoint.saves and has_lora(self.config):
+        if checkpoint.saves and has_lora(self.config.trainer.converters):
             exports.append((folder / ADAPTER_FOLDER, trainer.save_adapter))
         for path, export in exports:
             if path.exists():

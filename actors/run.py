@@ -32,7 +32,7 @@ from actors.launch.launcher import Launcher, supervise
 from actors.launch.member import LogSettings, record_process
 from actors.launch.placement import count_gpus, fit_to_devices
 from actors.preflight.explain import find_options_set_in_vain
-from actors.preflight.limits import measure_limits
+from actors.preflight.limits import measure_run_limits
 from actors.preflight.plan import Plan, make_plan
 from rl.config.json import list_changed_fields, to_dict, write_defaults, write_json
 from rl.config.registry import RunRequest
@@ -340,7 +340,7 @@ async def start_actors(
                         trainer=TrainerClient(cluster.trainer),
                         publisher=cluster.pool,
                         rewarder=rewarder,
-                        limits=await measure_limits(config, cluster, spec=plan.start.spec),
+                        limits=await _measure_limits(prepared, cluster),
                     )
                 # After an error the processes are killed: a clean end could wait for what failed.
                 await cluster.close()
@@ -372,6 +372,19 @@ async def _start_cluster(
         rubric=rubric,
         trainer_arguments={"model_spec": plan.start.spec, "failure_folder": str(folder.path)},
         events=events.add,
+    )
+
+
+async def _measure_limits(prepared: PreparedRun, cluster: Cluster) -> RunLimits | None:
+    config, loop = prepared.config, prepared.config.loop
+    if not config.limits.enable:
+        return None
+    return await measure_run_limits(
+        cluster,
+        spec=prepared.plan.start.spec,
+        group_size=loop.group_size,
+        groups_per_batch=loop.groups_per_batch,
+        max_off_policy_steps=loop.max_off_policy_steps,
     )
 
 

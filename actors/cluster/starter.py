@@ -180,7 +180,10 @@ class RoleStarter:
             return await self._set_up(group)
 
         return await self._spawn(
-            at, start, imports=self._list_engine_imports(), env=generator_env(config)
+            at,
+            start,
+            imports=self._list_engine_imports(),
+            env=generator_env(num_threads=config.num_threads),
         )
 
     async def start_reward(self) -> ActorGroup:

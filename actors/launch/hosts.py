@@ -173,7 +173,7 @@ class Hosts:
         for group in groups:
             name = group
             if launch.hosts == "kubernetes":
-                name = _load_kubernetes().name_mesh(launch, group)
+                name = _load_kubernetes().name_mesh(group, job_name=launch.job_name)
             self.meshes[group] = getattr(state, name)
 
     def _note_simulated(self, job: ProcessJob, groups: Mapping[str, int]) -> None:
@@ -213,8 +213,21 @@ def make_job(launch: LaunchConfig, placements: Placements, groups: Mapping[str, 
             num_gpus = launch.gpus_per_host
         gpus_of[group] = num_gpus
     if launch.hosts == "kubernetes":
-        return _load_kubernetes().make_job(launch, groups, gpus_of=gpus_of)
-    return slurm.make_job(launch, groups, gpus_of=gpus_of)
+        return _load_kubernetes().make_job(
+            launch.kubernetes,
+            groups,
+            gpus_of=gpus_of,
+            job_name=launch.job_name,
+            timeout_s=launch.start_timeout_s,
+        )
+    return slurm.make_job(
+        launch.slurm,
+        groups,
+        gpus_of=gpus_of,
+        job_name=launch.job_name,
+        python=launch.python,
+        timeout_s=launch.start_timeout_s,
+    )
 
 
 def _load_kubernetes() -> ModuleType:

@@ -6,8 +6,8 @@ namespace of the thread that opens them. So the threads of Monarch, and with the
 to a namespace of their own, while Python's threads stay where they are: downloads, metrics sinks
 and servers of the controller use the network as before.
 
-    line = isolate(config.launch, needs_network=None)   # once in a process, before Monarch is used
-    host = run_inside(this_host)                        # a call that opens sockets in its thread
+    line = isolate(isolate_network=None)   # once in a process, before Monarch is used
+    host = run_inside(this_host)           # a call that opens sockets in its thread
 
 The code that an actor runs can read its environment, and so can who gets into its process. The
 controller keeps its own: it downloads models and writes metrics.
@@ -28,7 +28,6 @@ from typing import TypeVar
 
 import psutil
 
-from actors.config import LaunchConfig
 from actors.launch.compat import is_client_started, list_monarch_threads
 from rl.utils.errors import RunError
 from rl.utils.namespaces import (
@@ -82,35 +81,41 @@ def get_network_env() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
-def isolate(launch: LaunchConfig, *, needs_network: str | None) -> str:
+def isolate(
+    *, isolate_network: bool | None, cluster: str | None = None, needs_network: str | None = None
+) -> str:
     """Make a network namespace for the actors if there can be one; return a line that says so.
 
     Monarch must not have been used by this process, unless it is in a namespace already.
 
     Args:
+        isolate_network: `launch.isolate_network`; None: a namespace where there can be one.
+        cluster: `launch.hosts` if these are other machines.
         needs_network: name of what needs the network in an actor, if anything does.
 
     Raises:
         ValueError: `launch.isolate_network` is True and there can be no namespace, or this
-            process's actors have one and the hosts of `launch` are other machines.
+            process's actors have one and there is a `cluster`.
         RunError: a thread of Monarch did not move; sockets could be open to others.
     """
     if _inside is not None:
-        if launch.on_cluster:
+        if cluster is not None:
             raise ValueError(
-                f"launch.hosts={launch.hosts!r}: an earlier run of this process has put Monarch "
+                f"launch.hosts={cluster!r}: an earlier run of this process has put Monarch "
                 "into a network namespace, which other hosts cannot reach: start a new process"
             )
         return _describe(None)
 
-    against = _find_obstacle(launch, needs_network)
+    against = _find_obstacle(
+        isolate_network=isolate_network, cluster=cluster, needs_network=needs_network
+    )
     is_possible = against is None
     if is_possible:
         against = _move_monarch()
     drop_capabilities()  # They were for this alone.
     if against is None:
         return _describe(None)
-    if launch.isolate_network:
+    if isolate_network:
         raise ValueError(
             f"launch.isolate_network=True: {against}; None starts the run without it ({DOCS})"
         )
@@ -135,12 +140,12 @@ def _describe(against: str | None) -> str:
     return f"the actors use this machine's network: {against}"
 
 
-def _find_obstacle(launch: LaunchConfig, needs_network: str | None) -> str | None:
-    if launch.on_cluster:
-        return (
-            f"launch.hosts={launch.hosts!r}; who reaches their ports can run code as you ({DOCS})"
-        )
-    if launch.isolate_network is False:
+def _find_obstacle(
+    *, isolate_network: bool | None, cluster: str | None, needs_network: str | None
+) -> str | None:
+    if cluster is not None:
+        return f"launch.hosts={cluster!r}; who reaches their ports can run code as you ({DOCS})"
+    if isolate_network is False:
         return "launch.isolate_network=False"
     if needs_network is not None:
         return f"{needs_network} needs it; reward.num_procs=0 keeps both"

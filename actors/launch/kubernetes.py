@@ -12,7 +12,7 @@ from typing import Any
 from kubernetes import client
 from monarch.job.kubernetes import ImageSpec, KubeConfig, KubernetesJob
 
-from actors.config import KubernetesConfig, LaunchConfig
+from actors.config import KubernetesConfig
 from actors.launch.cleanup import RUN
 from actors.launch.compat import KubernetesHooks, hide_job_logs
 from rl.weights import SETTINGS
@@ -46,18 +46,28 @@ class PodsOfRun(KubernetesHooks, KubernetesJob):
         container.volume_mounts = [*(container.volume_mounts or ()), mount]
 
 
-def name_mesh(launch: LaunchConfig, group: str) -> str:
+def name_mesh(group: str, *, job_name: str) -> str:
     """Return the name of a group's resource, unique in the namespace."""
-    return f"{launch.job_name}{RUN}{group}"
+    return f"{job_name}{RUN}{group}"
 
 
 def make_job(
-    launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]
+    config: KubernetesConfig,
+    groups: Mapping[str, int],
+    *,
+    gpus_of: Mapping[str, int],
+    job_name: str,
+    timeout_s: float,
 ) -> PodsOfRun:
-    """Return the job of these groups of hosts; it is not yet applied."""
-    config = launch.kubernetes
+    """Return the job of these groups of hosts, which is not yet applied.
+
+    Args:
+        groups: number of hosts of each group.
+        gpus_of: number of devices of each host of a group.
+        timeout_s: longest wait for the hosts.
+    """
     assert config.image is not None, "refused by rl/run_rules.py"
-    job = PodsOfRun(config=config, timeout_s=launch.start_timeout_s)
+    job = PodsOfRun(config=config, timeout_s=timeout_s)
     for group, num_hosts in groups.items():
         resources: dict[str, Any] = {}
         if gpus_of[group]:
@@ -70,5 +80,6 @@ def make_job(
         image = ImageSpec(
             config.image, resources=resources or None, shared_memory_size=config.shared_memory
         )
-        job.add_mesh(name_mesh(launch, group), num_hosts, image_spec=image, port=config.port)
+        name = name_mesh(group, job_name=job_name)
+        job.add_mesh(name, num_hosts, image_spec=image, port=config.port)
     return job

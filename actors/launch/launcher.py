@@ -119,7 +119,11 @@ class Launcher:
         Call it before `spawn_role`.
         """
         # First, as sockets of Monarch stay in the namespace in which they were opened.
-        network = isolate(config, needs_network=needs_network)
+        network = isolate(
+            isolate_network=config.isolate_network,
+            cluster=config.hosts if config.on_cluster else None,
+            needs_network=needs_network,
+        )
         logger.info(network)
         names = find_secrets(config.keep_env)
         if names:

@@ -88,6 +88,17 @@ class Placements:
         return num_gpus
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sizes:
+    """Numbers of processes of the roles."""
+
+    trainer: int
+    num_replicas: int
+    replica: int
+    """Processes of one generator replica."""
+    reward: int
+
+
 def place_actors(config: ClusterConfig, *, num_gpus: int) -> Placements:
     """Return the placement of every role; `num_gpus` are on this machine.
 
@@ -95,8 +106,14 @@ def place_actors(config: ClusterConfig, *, num_gpus: int) -> Placements:
         ValueError: names the fields that do not fit together, what is needed and what there is.
     """
     launch = config.launch
-    _check_divisible(config)
-    trainer_gpus, generator_gpus = _assign_devices(config, num_gpus=num_gpus)
+    sizes = _Sizes(
+        trainer=config.trainer.num_procs,
+        num_replicas=config.generator.num_replicas,
+        replica=config.generator.tensor_parallel_degree,
+        reward=config.reward.num_procs,
+    )
+    _check_divisible(launch, sizes)
+    trainer_gpus, generator_gpus = _assign_devices(launch, sizes, num_gpus=num_gpus)
 
     here = launch.hosts == "this"
     generators = tuple(
@@ -129,24 +146,19 @@ def place_actors(config: ClusterConfig, *, num_gpus: int) -> Placements:
     return Placements(trainer=trainer, generators=generators, reward=reward)
 
 
-def _check_divisible(config: ClusterConfig) -> None:
-    launch = config.launch
+def _check_divisible(launch: LaunchConfig, sizes: _Sizes) -> None:
     for name, of_name, num_procs in (
-        ("trainer_hosts", "trainer.num_procs", config.trainer.num_procs),
-        (
-            "generator_hosts",
-            "generator.tensor_parallel_degree",
-            config.generator.tensor_parallel_degree,
-        ),
-        ("reward_hosts", "reward.num_procs", config.reward.num_procs),
+        ("trainer_hosts", "trainer.num_procs", sizes.trainer),
+        ("generator_hosts", "generator.tensor_parallel_degree", sizes.replica),
+        ("reward_hosts", "reward.num_procs", sizes.reward),
     ):
         num_hosts: int = getattr(launch, name)
         if num_hosts and num_procs % num_hosts:
             raise ValueError(f"launch.{name}={num_hosts} does not divide {of_name}={num_procs}")
-    if launch.replicas_per_host > config.generator.num_replicas:
+    if launch.replicas_per_host > sizes.num_replicas:
         raise ValueError(
             f"launch.replicas_per_host={launch.replicas_per_host} is more than "
-            f"generator.num_replicas={config.generator.num_replicas}"
+            f"generator.num_replicas={sizes.num_replicas}"
         )
 
 
@@ -177,16 +189,15 @@ class _Demand:
         return max(self.num_trainers, self.num_generators)
 
 
-def _count_devices(config: ClusterConfig, *, num_gpus: int) -> _Demand:
-    launch, replica_size = config.launch, config.generator.tensor_parallel_degree
+def _count_devices(launch: LaunchConfig, sizes: _Sizes, *, num_gpus: int) -> _Demand:
     if not launch.on_cluster:
         # On this machine, whose hosts may be simulated, the roles divide the devices.
         return _Demand(
             where="this machine",
             num_available=num_gpus,
-            num_trainers=config.trainer.num_procs,
-            num_replicas=config.generator.num_replicas,
-            replica_size=replica_size,
+            num_trainers=sizes.trainer,
+            num_replicas=sizes.num_replicas,
+            replica_size=sizes.replica,
             is_divided=not launch.share_gpus,
         )
 
@@ -194,9 +205,9 @@ def _count_devices(config: ClusterConfig, *, num_gpus: int) -> _Demand:
     demand = _Demand(
         where="a host (launch.gpus_per_host)",
         num_available=launch.gpus_per_host or 0,
-        num_trainers=config.trainer.num_procs // launch.trainer_hosts,
+        num_trainers=sizes.trainer // launch.trainer_hosts,
         num_replicas=launch.replicas_per_host,
-        replica_size=replica_size // launch.generator_hosts,
+        replica_size=sizes.replica // launch.generator_hosts,
         is_divided=False,
     )
     if launch.gpus_per_host is None:
@@ -209,14 +220,14 @@ def _count_devices(config: ClusterConfig, *, num_gpus: int) -> _Demand:
 
 
 def _assign_devices(
-    config: ClusterConfig, *, num_gpus: int
+    launch: LaunchConfig, sizes: _Sizes, *, num_gpus: int
 ) -> tuple[Devices | None, list[Devices] | None]:
     """Return the trainer's devices and those of each generator, on each host; None without devices.
 
     Raises:
         ValueError: there are too few devices, or the chosen ones do not fit.
     """
-    launch, demand = config.launch, _count_devices(config, num_gpus=num_gpus)
+    demand = _count_devices(launch, sizes, num_gpus=num_gpus)
     if demand.num_available == 0:
         if launch.trainer_gpus or launch.generator_gpus:
             raise ValueError(
@@ -226,10 +237,9 @@ def _assign_devices(
         return None, None
     if demand.num_needed > demand.num_available:
         raise ValueError(
-            f"trainer.num_procs={config.trainer.num_procs} and generator.num_replicas="
-            f"{config.generator.num_replicas} of generator.tensor_parallel_degree="
-            f"{config.generator.tensor_parallel_degree} need {demand.num_needed} GPUs on "
-            f"{demand.where}"
+            f"trainer.num_procs={sizes.trainer} and generator.num_replicas="
+            f"{sizes.num_replicas} of generator.tensor_parallel_degree={sizes.replica} need "
+            f"{demand.num_needed} GPUs on {demand.where}"
             f"{' that they share' if launch.share_gpus else ''}, which has {demand.num_available}"
         )
 
@@ -253,7 +263,7 @@ def _assign_devices(
     # Replicas beyond those of one host start again with the first devices, on the next host.
     size = demand.replica_size
     slots = [generators[i * size : (i + 1) * size] for i in range(demand.num_replicas)]
-    of_replicas = [slots[i % demand.num_replicas] for i in range(config.generator.num_replicas)]
+    of_replicas = [slots[i % demand.num_replicas] for i in range(sizes.num_replicas)]
     return trainer, of_replicas
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from monarch.job import SlurmJob
 
-from actors.config import LaunchConfig
+from actors.config import SlurmConfig
 from actors.launch.compat import SlurmHooks, describe_slurm_worker
 
 logger = logging.getLogger(__name__)
@@ -39,12 +39,22 @@ class NodesOfRun(SlurmHooks, SlurmJob):
     """Monarch's job, submitted, read and cancelled by plain uses of SLURM's commands."""
 
     def __init__(
-        self, launch: LaunchConfig, groups: Mapping[str, int], *, options: Sequence[str]
+        self,
+        config: SlurmConfig,
+        groups: Mapping[str, int],
+        *,
+        job_name: str,
+        python: str | None,
+        timeout_s: float,
+        options: Sequence[str],
     ) -> None:
-        """Take the options of sbatch, which come before those of every job."""
-        self.python = launch.python or sys.executable
-        self.log_folder = Path(launch.slurm.log_folder).expanduser().absolute()
-        self.name = launch.job_name
+        """Take the options of sbatch, which come before those of every job.
+
+        `python` is the path of the hosts' Python; None: that of this process.
+        """
+        self.python = python or sys.executable
+        self.log_folder = Path(config.log_folder).expanduser().absolute()
+        self.name = job_name
         self.options = tuple(options)
         self._reason = ""
         """Reason for which the job was in the queue when it was last read."""
@@ -52,9 +62,9 @@ class NodesOfRun(SlurmHooks, SlurmJob):
         super().__init__(
             dict(groups),
             python_exe=self.python,
-            monarch_port=launch.slurm.port,
+            monarch_port=config.port,
             job_name=self.name,
-            job_start_timeout=max(1, round(launch.start_timeout_s)),
+            job_start_timeout=max(1, round(timeout_s)),
         )
 
     def submit(self, num_nodes: int) -> str:
@@ -141,28 +151,46 @@ def _run_command(command: Sequence[str], *, stdin: str | None = None) -> str:
 
 
 def make_job(
-    launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]
+    config: SlurmConfig,
+    groups: Mapping[str, int],
+    *,
+    gpus_of: Mapping[str, int],
+    job_name: str,
+    python: str | None,
+    timeout_s: float,
 ) -> NodesOfRun:
-    """Return the job of these groups of hosts; it is not yet applied."""
-    slurm = launch.slurm
+    """Return the job of these groups of hosts, which is not yet applied.
+
+    Args:
+        groups: number of hosts of each group.
+        gpus_of: number of devices of each host of a group.
+        timeout_s: longest wait for the hosts.
+    """
     values = {
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "time": slurm.time_limit,
+        "partition": config.partition,
+        "account": config.account,
+        "qos": config.qos,
+        "time": config.time_limit,
         # The nodes of a job are alike, so each has the most devices that any group needs.
         "gpus-per-node": max(gpus_of.values()) or None,
-        "cpus-per-task": slurm.cpus_per_host,
-        "mem": slurm.memory_per_host,
+        "cpus-per-task": config.cpus_per_host,
+        "mem": config.memory_per_host,
     }
     options = list(OUTLIVE_A_NODE)
     for name, value in values.items():
         if value is not None:
             options.append(f"--{name}={value}")
-    if slurm.exclusive:
+    if config.exclusive:
         options.append("--exclusive")
 
     # An argument may hold several words, as "-L name".
-    for arg in slurm.sbatch_args:
+    for arg in config.sbatch_args:
         options += shlex.split(arg)
-    return NodesOfRun(launch, groups, options=options)
+    return NodesOfRun(
+        config,
+        groups,
+        job_name=job_name,
+        python=python,
+        timeout_s=timeout_s,
+        options=options,
+    )

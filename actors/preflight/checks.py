@@ -9,20 +9,21 @@ model, the devices or a file.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from actors.config import ClusterConfig, RunConfig
+from actors.config import RunConfig
 from actors.launch.placement import count_gpus, fits_shared, place_actors, trains_on_gpu
+from actors.trainer import PolicyTrainer
 from rl.config.rules import find_faults
 from rl.config.tree import name_as_options
 from rl.distributed.stages import plan_stages
 from rl.models.batch_invariant.model import check_capability
-from rl.models.converter import ModelConverters
+from rl.models.converter import ModelConverter, ModelConverters
 from rl.models.decoder import list_module_names
 from rl.models.files.hf import HFFolder
 from rl.models.lora import LoRA
@@ -30,7 +31,7 @@ from rl.models.spec import ModelSpec
 from rl.observability.sinks import check_installed
 from rl.run_rules import RULES
 from rl.starting_point import StartingPoint
-from rl.training.checkpoints.config import LoadSource
+from rl.training.checkpoints.config import CheckpointConfig, LoadSource
 from rl.training.checkpoints.files import ADAPTER_FOLDER, is_checkpoint, read_state
 from rl.training.checkpoints.tensors import (
     REFERENCE,
@@ -88,7 +89,7 @@ class Faults(list[str]):
             self.append(f"{prefix}{error}")
 
 
-def check_config(
+def check_run(
     config: RunConfig, *, spec: ModelSpec, machine: Machine, resumes: bool = False
 ) -> None:
     """Raise ValueError for the first fault of a config that keeps the rules between options."""
@@ -131,12 +132,14 @@ def find_model_faults(
         check_total_steps(
             trainer.lr_scheduler, num_steps=loop.num_steps, num_minibatches=loop.num_minibatches
         )
-    with faults.collect():
-        _check_adapter_folder(config, resumes=resumes)
+    # A run that goes on replaces the adapter of its earlier end.
+    if has_lora(trainer.converters) and not resumes:
+        with faults.collect():
+            _check_adapter_folder(trainer.checkpoint)
     with faults.collect():
         _check_placement(config, num_gpus=num_gpus)
     with faults.collect():
-        build_converted_model(config, model_spec=spec, num_gpus=num_gpus)
+        build_converted_model(trainer, spec=spec, on_gpu=on_gpu)
     return faults
 
 
@@ -153,11 +156,9 @@ def _check_placement(config: RunConfig, *, num_gpus: int) -> None:
         ) from None
 
 
-def _check_adapter_folder(config: RunConfig, *, resumes: bool) -> None:
+def _check_adapter_folder(checkpoint: CheckpointConfig) -> None:
     """Raise ValueError for a folder in which the adapter could not be written at the end."""
-    checkpoint = config.trainer.checkpoint
-    # A run that goes on replaces the adapter of its earlier end.
-    if resumes or not has_lora(config) or not checkpoint.saves or checkpoint.shared_folder is None:
+    if not checkpoint.saves or checkpoint.shared_folder is None:
         return
     adapter = checkpoint.shared_folder / ADAPTER_FOLDER
     if adapter.exists():
@@ -177,13 +178,18 @@ def find_machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine)
     with faults.collect():
         check_installed(config.sinks)
     if machine.gpu_capability is not None and not config.launch.on_cluster:
-        faults += _find_capability_faults(config, machine.gpu_capability)
+        faults += _find_capability_faults(
+            machine.gpu_capability,
+            trainer_dtype=config.trainer.training.param_dtype,
+            generator_dtype=config.generator.dtype,
+            batch_invariant=bool(config.batch_invariant),
+        )
     if config.launch.on_cluster or machine.num_gpus:
         return faults
 
     # On CPUs all processes share one memory, so that they are checked together, and here.
     with faults.collect():
-        _check_memory(config, spec=spec, memory_bytes=machine.memory_bytes)
+        _check_memory(config.trainer, spec=spec, memory_bytes=machine.memory_bytes)
 
     generator = config.generator
     num_procs = generator.num_replicas * generator.tensor_parallel_degree
@@ -202,7 +208,9 @@ def find_machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine)
     return faults
 
 
-def _find_capability_faults(config: RunConfig, capability: tuple[int, int]) -> Iterator[str]:
+def _find_capability_faults(
+    capability: tuple[int, int], *, trainer_dtype: str, generator_dtype: str, batch_invariant: bool
+) -> Iterator[str]:
     if capability < CUDA_CAPABILITY:
         yield (
             f"a GPU of this machine has compute capability {'.'.join(map(str, capability))}: CUDA "
@@ -211,8 +219,8 @@ def _find_capability_faults(config: RunConfig, capability: tuple[int, int]) -> I
         )
         return
     for option, dtype in (
-        ("trainer.training.param_dtype", config.trainer.training.param_dtype),
-        ("generator.dtype", config.generator.dtype),
+        ("trainer.training.param_dtype", trainer_dtype),
+        ("generator.dtype", generator_dtype),
     ):
         if dtype != "float32" and capability < FLASH_CAPABILITY:
             yield (
@@ -220,16 +228,15 @@ def _find_capability_faults(config: RunConfig, capability: tuple[int, int]) -> I
                 f"{'.'.join(map(str, capability))}, because flash attention needs at least "
                 f"{'.'.join(map(str, FLASH_CAPABILITY))}"
             )
-    if config.batch_invariant:
+    if batch_invariant:
         try:
             check_capability(capability)
         except ValueError as error:
             yield str(error)
 
 
-def _check_memory(fleet: ClusterConfig, *, spec: ModelSpec, memory_bytes: int) -> None:
+def _check_memory(trainer: PolicyTrainer.Config, *, spec: ModelSpec, memory_bytes: int) -> None:
     """Check the trainer's ranks against all memory, like `check_memory`."""
-    trainer = fleet.trainer
     degrees = trainer.parallelism.resolve_degrees(trainer.num_procs)
     rank = estimate_memory(trainer, spec=spec, degrees=degrees, on_gpu=False)
     check_memory(
@@ -243,24 +250,22 @@ def _check_memory(fleet: ClusterConfig, *, spec: ModelSpec, memory_bytes: int) -
 
 
 def build_converted_model(
-    fleet: ClusterConfig, *, model_spec: ModelSpec, num_gpus: int
+    trainer: PolicyTrainer.Config, *, spec: ModelSpec, on_gpu: bool
 ) -> tuple[nn.Module, ModelConverters]:
     """Return the trainer's model on the meta device and its converters; a ValueError names
     converter and field.
     """
     # Only the trainer's own processes may hold memory on a GPU.
-    device = torch.device("meta" if trains_on_gpu(fleet.launch, num_gpus=num_gpus) else "cpu")
-    with name_as_options("trainer", fleet.trainer):
-        degrees = fleet.trainer.parallelism.resolve_degrees(fleet.trainer.num_procs)
-        converters = ModelConverters(
-            fleet.trainer.converters, spec=model_spec, degrees=degrees, device=device
-        )
+    device = torch.device("meta" if on_gpu else "cpu")
+    with name_as_options("trainer", trainer):
+        degrees = trainer.parallelism.resolve_degrees(trainer.num_procs)
+        converters = ModelConverters(trainer.converters, spec=spec, degrees=degrees, device=device)
         with torch.device("meta"):
-            model: nn.Module = model_spec.model.build()
+            model: nn.Module = spec.model.build()
             converters.convert(model)
         # A stage in which nothing is trained has no backward, and the schedule would wait for it.
         if degrees.pp > 1:
-            plan = plan_stages(fleet.trainer.parallelism, list_module_names(model_spec.model))
+            plan = plan_stages(trainer.parallelism, list_module_names(spec.model))
             plan.check_trained(_find_trained(model))
     return model, converters
 
@@ -273,15 +278,20 @@ def _find_trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return trained
 
 
-def has_lora(fleet: ClusterConfig) -> bool:
-    return any(isinstance(converter, LoRA.Config) for converter in fleet.trainer.converters)
+def has_lora(converters: Iterable[ModelConverter.Config]) -> bool:
+    return any(isinstance(converter, LoRA.Config) for converter in converters)
 
 
 def check_source(
-    source: LoadSource | None, *, start: StartingPoint, config: RunConfig, num_gpus: int
+    source: LoadSource | None,
+    *,
+    start: StartingPoint,
+    trainer: PolicyTrainer.Config,
+    num_steps: int,
+    on_gpu: bool,
 ) -> None:
-    """Check that a checkpoint fits tokenizer, model, converters and optimizer, and leaves steps to
-    do.
+    """Check that a checkpoint fits tokenizer, model, converters and optimizer, and leaves some of a
+    run's `num_steps` to do.
 
     Raises:
         ValueError: names the folder and what differs, such as the first tensor that does not fit
@@ -291,9 +301,8 @@ def check_source(
         return
 
     path, model_only = source.path, source.model_only
-    num_steps, position = config.loop.num_steps, source.position
-    adapter = start.spec.adapter(start.spec.model)
-    model, converters = build_converted_model(config, model_spec=start.spec, num_gpus=num_gpus)
+    position, adapter = source.position, start.spec.adapter(start.spec.model)
+    model, converters = build_converted_model(trainer, spec=start.spec, on_gpu=on_gpu)
     if not is_checkpoint(path):  # a Hugging Face folder, which does not record its tokenizer
         folder = HFFolder(path)
         folder.spec(expected=start.spec)
@@ -301,7 +310,7 @@ def check_source(
         return
 
     saved = read_state(path)
-    exclude = config.trainer.checkpoint.exclude_from_loading
+    exclude = trainer.checkpoint.exclude_from_loading
     present = start.compute_fingerprint()
     check_tokenizer(path, saved.tokenizer, present, model_only=model_only, exclude=exclude)
     if position is not None and position.step >= num_steps and not source.whole:
@@ -314,9 +323,9 @@ def check_source(
     tensors = collect_model_tensors(model)
     if not model_only:
         trained = _find_trained(model)
-        optimizer: Optimizer = config.trainer.optimizer.build(parameters=trained, adapter=adapter)
+        optimizer: Optimizer = trainer.optimizer.build(parameters=trained, adapter=adapter)
         tensors |= collect_optimizer_tensors(trained, optimizer)
-        if config.trainer.reference.enable:
+        if trainer.reference.enable:
             tensors |= collect_model_tensors(model, prefix=REFERENCE)
     if source.whole:
         exclude = select_own_exclusions(exclude, model_only=model_only)

@@ -19,6 +19,7 @@ import torch
 import yaml
 
 from actors.config import RunConfig
+from actors.generator import VLLMGenerator
 from actors.launch.placement import fit_to_devices, place_actors, trains_on_gpu
 from actors.preflight.checks import (
     Faults,
@@ -36,7 +37,8 @@ from actors.preflight.plan import (
     set_arithmetic,
 )
 from actors.preflight.task import check_problems
-from rl.config.configurable import find_idle_options
+from actors.trainer import PolicyTrainer
+from rl.config.configurable import Configurable, find_idle_options
 from rl.config.json import find_differences, to_dict, walk_leaves
 from rl.config.registry import ExplanationForm, RunRequest
 from rl.config.tree import walk
@@ -89,7 +91,9 @@ def explain(request: RunRequest, *, here: Machine) -> dict[str, Any]:
     # from it.
     machine, devices = choose_machine(config, spec=found.spec, here=here)
     config = fit_to_devices(config, num_gpus=machine.num_gpus)
-    spec = set_arithmetic(config, found.spec)
+    spec = set_arithmetic(
+        found.spec, batch_invariant=config.batch_invariant, float32_head=config.float32_head
+    )
     on_gpu = trains_on_gpu(config.launch, num_gpus=machine.num_gpus)
     refused = find_config_faults(
         config, spec=spec, num_gpus=machine.num_gpus, resumes=request.resumes is not None
@@ -100,7 +104,11 @@ def explain(request: RunRequest, *, here: Machine) -> dict[str, Any]:
         with refused_here.collect():
             if found.start is not None:
                 check_source(
-                    found.source, start=found.start, config=config, num_gpus=machine.num_gpus
+                    found.source,
+                    start=found.start,
+                    trainer=config.trainer,
+                    num_steps=config.loop.num_steps,
+                    on_gpu=on_gpu,
                 )
         with refused_here.collect():
             if found.task is not None:
@@ -114,10 +122,12 @@ def explain(request: RunRequest, *, here: Machine) -> dict[str, Any]:
         "devices": devices,
         "values": dict(walk_leaves(values)),
         "changes": changes,
-        "step": compute_step_arithmetic(config),
+        "step": compute_step_arithmetic(config.loop, max_model_len=config.generator.max_model_len),
         "staleness": bound_staleness(config.loop),
         "layout": _try_to_find(lambda: _describe_layout(config, num_gpus=machine.num_gpus)),
-        "memory": describe_memory(config, spec=spec, machine=machine, on_gpu=on_gpu),
+        "memory": describe_memory(
+            config.trainer, config.generator, spec=spec, machine=machine, on_gpu=on_gpu
+        ),
         "options": {
             # Two checks can find the same fault, such as a pipeline that cannot be divided.
             "refused": list(dict.fromkeys(refused)),
@@ -170,7 +180,10 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
                 "does it too"
             ) from None
     else:
-        found = _Found(spec=set_arithmetic(config, config.model))
+        spec = set_arithmetic(
+            config.model, batch_invariant=config.batch_invariant, float32_head=config.float32_head
+        )
+        found = _Found(spec=spec)
     with found.faults.collect(f"hf_assets_path={config.hf_assets_path!r}: "):
         # A warm-up changes no shape; an earlier run's warm-up is found when the run starts.
         try:
@@ -238,7 +251,7 @@ def choose_machine(config: RunConfig, *, spec: ModelSpec, here: Machine) -> tupl
     if lacks_gpus and (
         here.num_gpus
         or named
-        or not _check_fits(config, spec=spec, available=here.memory_bytes, on_gpu=False)
+        or not _check_fits(trainer, spec=spec, available=here.memory_bytes, on_gpu=False)
     ):
         devices = f"{needed} GPU{'s' * (needed > 1)} of {size}: this machine has {here.num_gpus}"
         return replace(with_gpus, num_gpus=needed), devices
@@ -253,11 +266,14 @@ def _try_to_find(find: Callable[[], Any]) -> Any:
         return f"not known: {error}"
 
 
-def compute_step_arithmetic(config: RunConfig) -> dict[str, Any]:
+def compute_step_arithmetic(loop: LoopConfig, *, max_model_len: int) -> dict[str, Any]:
     """Return the numbers of one step, and of the run; lengths are bounds for any prompts."""
-    loop, limit = config.loop, config.generator.max_model_len
     samples = loop.groups_per_batch * loop.group_size
-    longest = min(limit, loop.episode.max_tokens or limit, loop.max_sample_tokens or limit)
+    longest = min(
+        max_model_len,
+        loop.episode.max_tokens or max_model_len,
+        loop.max_sample_tokens or max_model_len,
+    )
     return {
         "groups": loop.groups_per_batch,
         "group_size": loop.group_size,
@@ -286,33 +302,37 @@ def _describe_layout(config: RunConfig, *, num_gpus: int) -> dict[str, Any]:
     layout: dict[str, Any] = {place.role: asdict(place) for place in places.all}
     # Every layout has all axes; those of one rank say nothing.
     mesh = layout["trainer_mesh"] = {}
-    for axis, size in asdict(_get_degrees(config)).items():
+    for axis, size in asdict(_resolve_degrees(config.trainer)).items():
         if size > 1:
             mesh[axis] = size
     return layout
 
 
-def _get_degrees(config: RunConfig) -> Degrees:
-    return config.trainer.parallelism.resolve_degrees(config.trainer.num_procs)
+def _resolve_degrees(trainer: PolicyTrainer.Config) -> Degrees:
+    return trainer.parallelism.resolve_degrees(trainer.num_procs)
 
 
-def _check_fits(config: RunConfig, *, spec: ModelSpec, available: int, on_gpu: bool) -> bool:
+def _check_fits(
+    trainer: PolicyTrainer.Config, *, spec: ModelSpec, available: int, on_gpu: bool
+) -> bool:
     """Return whether the trainer's ranks fit into `available` bytes, which they share on CPUs."""
     # A ValueError is that of a layout that is refused anyway.
     with suppress(ValueError):
-        rank = estimate_memory(
-            config.trainer, spec=spec, degrees=_get_degrees(config), on_gpu=on_gpu
-        )
-        return (1 if on_gpu else config.trainer.num_procs) * rank.total <= available
+        rank = estimate_memory(trainer, spec=spec, degrees=_resolve_degrees(trainer), on_gpu=on_gpu)
+        return (1 if on_gpu else trainer.num_procs) * rank.total <= available
     return True
 
 
 def describe_memory(
-    config: RunConfig, *, spec: ModelSpec, machine: Machine, on_gpu: bool
+    trainer: PolicyTrainer.Config,
+    generator: VLLMGenerator.Config,
+    *,
+    spec: ModelSpec,
+    machine: Machine,
+    on_gpu: bool,
 ) -> dict[str, Any]:
     """Estimate the memory of trainer and generator ranks, and the weights that a publish sends."""
     available = machine.gpu_bytes if on_gpu and machine.gpu_bytes else machine.memory_bytes
-    generator = config.generator
     degree, itemsize = generator.tensor_parallel_degree, getattr(torch, generator.dtype).itemsize
     work = count_work(spec.model)
     on_rank = work.parameters * itemsize // degree
@@ -327,11 +347,9 @@ def describe_memory(
         fits = generator.num_replicas * degree * (on_rank + cache) <= available
 
     def of_trainer() -> dict[str, Any]:
-        rank = estimate_memory(
-            config.trainer, spec=spec, degrees=_get_degrees(config), on_gpu=on_gpu
-        )
+        rank = estimate_memory(trainer, spec=spec, degrees=_resolve_degrees(trainer), on_gpu=on_gpu)
         parts = {f"{part.name}_gb": _to_gb(getattr(rank, part.name)) for part in fields(rank)}
-        fits = _check_fits(config, spec=spec, available=available, on_gpu=on_gpu)
+        fits = _check_fits(trainer, spec=spec, available=available, on_gpu=on_gpu)
         return parts | {"peak_gb": _to_gb(rank.total), "fits": fits}
 
     return {
@@ -355,7 +373,9 @@ def _to_gb(num_bytes: int) -> float:
     return float(f"{num_bytes / 1e9:.3g}")
 
 
-def list_idle_options(config: RunConfig, *, changed: Collection[str]) -> dict[str, list[str]]:
+def list_idle_options(
+    config: Configurable.Config, *, changed: Collection[str]
+) -> dict[str, list[str]]:
     """Return the options without effect in the order of the config, those that are set (`changed`)
     first.
     """

@@ -8,9 +8,8 @@ import os
 import torch
 
 from actors.cluster.cluster import Cluster
-from actors.config import RunConfig
 from actors.launch.calls import ActorCallError
-from actors.launch.placement import count_gpus
+from actors.launch.placement import count_gpus, trains_on_gpu
 from actors.preflight.checks import build_converted_model
 from rl.models.model_cost import count_work
 from rl.models.spec import ModelSpec
@@ -19,24 +18,28 @@ from rl.observability.machine import RunLimits
 logger = logging.getLogger(__name__)
 
 
-async def measure_limits(
-    config: RunConfig, cluster: Cluster, *, spec: ModelSpec
+async def measure_run_limits(
+    cluster: Cluster,
+    *,
+    spec: ModelSpec,
+    group_size: int,
+    groups_per_batch: int,
+    max_off_policy_steps: int,
 ) -> RunLimits | None:
     """Let the actors measure the machines of each role in turn.
 
-    Return None if that is disabled or fails; a failure is logged, since a run does not need the
-    limits.
+    Return None if that fails; the failure is logged, since a run does not need the limits.
     """
-    if not config.limits.enable:
-        return None
-    trainer, generator, loop = config.trainer, config.generator, config.loop
-    converted, _ = build_converted_model(config, model_spec=spec, num_gpus=count_gpus())
+    trainer, generator = cluster.config.trainer, cluster.config.generator
+    launch = cluster.config.launch
+    on_gpu = trains_on_gpu(launch, num_gpus=count_gpus())
+    converted, _ = build_converted_model(trainer, spec=spec, on_gpu=on_gpu)
     trained, sampled = count_work(spec.model, converted=converted), count_work(spec.model)
     itemsize = int(getattr(torch, generator.dtype).itemsize)
     tp = generator.tensor_parallel_degree
 
     # On shared devices the trainer measures for both.
-    of_generator = cluster.trainer if config.launch.share_gpus else cluster.pool.members[0]
+    of_generator = cluster.trainer if launch.share_gpus else cluster.pool.members[0]
     questions = (
         (cluster.trainer, trainer.training.param_dtype, trained.parameters // trainer.num_procs),
         (of_generator, generator.dtype, sampled.parameters // tp),
@@ -55,8 +58,8 @@ async def measure_limits(
         return None
 
     # With a bound of k steps, k more batches may be under way beside the one that is awaited.
-    num_running = loop.groups_per_batch * loop.group_size * (1 + loop.max_off_policy_steps)
-    on_cluster = config.launch.on_cluster
+    num_running = groups_per_batch * group_size * (1 + max_off_policy_steps)
+    on_cluster = launch.on_cluster
     return RunLimits(
         trainer=answers[0],
         num_trainer_ranks=_count_at_once(trainer.num_procs, trainer.num_threads, on_cluster),
@@ -65,13 +68,13 @@ async def measure_limits(
             generator.num_replicas * tp, generator.num_threads, on_cluster
         ),
         num_replicas=generator.num_replicas,
-        shares_devices=bool(config.launch.share_gpus),
+        shares_devices=bool(launch.share_gpus),
         trained=trained,
         sampled=sampled,
         itemsize=itemsize,
-        num_samples=loop.group_size,
+        num_samples=group_size,
         most_running=max(1, min(generator.max_num_seqs, num_running // generator.num_replicas)),
-        waits_for_the_longest=loop.max_off_policy_steps == 0,
+        waits_for_the_longest=max_off_policy_steps == 0,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from actors.cluster.parity import ParityText, make_parity_text
 from actors.config import RunConfig
 from actors.launch.placement import count_gpus, trains_on_gpu
-from actors.preflight.checks import Machine, check_config, check_source
+from actors.preflight.checks import Machine, check_run, check_source
 from actors.preflight.task import check_problems, check_task
 from actors.trainer import PolicyTrainer
 from rl.config.json import name_code, to_dict
@@ -42,7 +42,7 @@ from rl.training.checkpoints.config import (
     find_own_checkpoint,
 )
 from rl.training.checkpoints.files import DamagedCheckpointError, Skip, list_steps
-from rl.types import ProblemsFingerprint, Prompt
+from rl.types import ProblemsFingerprint
 from rl.utils.printing import print_text
 
 logger = logging.getLogger(__name__)
@@ -92,12 +92,19 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
         )
     source = find_source(checkpoint, resumed, repairs=not is_dry)
     start = find_starting_point(config, task=task, environments=environments, source=source)
-    check_source(resumed or source, start=start, config=config, num_gpus=count_gpus())
+    on_gpu = trains_on_gpu(config.launch, num_gpus=count_gpus())
+    check_source(
+        resumed or source,
+        start=start,
+        trainer=config.trainer,
+        num_steps=config.loop.num_steps,
+        on_gpu=on_gpu,
+    )
     exclude = checkpoint.exclude_from_loading
     differences = check_problems(resumed or source, task, seed=config.seed, exclude=exclude)
 
     # The config before the task: to try the rubric starts a process, which takes seconds.
-    check_config(config, spec=start.spec, machine=Machine.here(), resumes=resumes is not None)
+    check_run(config, spec=start.spec, machine=Machine.here(), resumes=resumes is not None)
     renderer = make_run_renderer(config.renderer, start)
     first_prompt = check_task(
         task,
@@ -120,21 +127,15 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
         differences=tuple(differences),
         environments=environments,
         renderer=renderer,
-        parity=_make_parity(config, prompt=first_prompt, renderer=renderer),
-    )
-
-
-def _make_parity(config: RunConfig, *, prompt: Prompt, renderer: Renderer) -> ParityText | None:
-    """Return the text on which trainer and generators are compared."""
-    on_gpu = trains_on_gpu(config.launch, num_gpus=count_gpus())
-    return make_parity_text(
-        config.parity,
-        prompt=prompt,
-        renderer=renderer,
-        dtypes=compute_dtypes(config),
-        max_tokens=config.generator.max_model_len - 1,
-        # On GPUs the batch-invariant mode has other kernels in vLLM than in the trainer.
-        same_kernels=bool(config.batch_invariant) and not on_gpu,
+        parity=make_parity_text(
+            config.parity,
+            prompt=first_prompt,
+            renderer=renderer,
+            dtypes=compute_dtypes(config.trainer, generator_dtype=config.generator.dtype),
+            max_tokens=config.generator.max_model_len - 1,
+            # On GPUs the batch-invariant mode has other kernels in vLLM than in the trainer.
+            same_kernels=bool(config.batch_invariant) and not on_gpu,
+        ),
     )
 
 
@@ -147,12 +148,12 @@ def _report_skip(path: Path, error: DamagedCheckpointError) -> None:
     print_text(describe_skip(path, error))
 
 
-def compute_dtypes(config: RunConfig) -> tuple[str, ...]:
+def compute_dtypes(trainer: PolicyTrainer.Config, *, generator_dtype: str) -> tuple[str, ...]:
     """Return the dtypes in which generator and trainer multiply, with those that converters round
     to.
     """
-    dtypes: list[str] = [config.generator.dtype, config.trainer.training.param_dtype]
-    for converter in config.trainer.converters:
+    dtypes: list[str] = [generator_dtype, trainer.training.param_dtype]
+    for converter in trainer.converters:
         # A converter without a dtype of its own computes in that of the layers which it changes.
         if converter.owner.compute_dtype is not None:
             dtypes.append(converter.owner.compute_dtype)
@@ -229,13 +230,20 @@ def find_untrained_start(config: RunConfig, *, prepares: bool = True) -> Startin
         ValueError: the folder does not fit, or there is neither a folder nor a model.
     """
     cache = find_starting_points(config.dump_folder)
-    spec = None if config.model is None else set_arithmetic(config, config.model)
+    spec = config.model
+    if spec is not None:
+        spec = set_arithmetic(
+            spec, batch_invariant=config.batch_invariant, float32_head=config.float32_head
+        )
     if config.hf_assets_path is not None:
         folder = resolve_assets(
             config.hf_assets_path, cache=cache, revision=config.hf_revision, prepares=prepares
         )
         start = open_model_folder(folder, spec=None if config.any_model_size else spec)
-        return replace(start, spec=set_arithmetic(config, start.spec))
+        spec = set_arithmetic(
+            start.spec, batch_invariant=config.batch_invariant, float32_head=config.float32_head
+        )
+        return replace(start, spec=spec)
 
     # Random weights, which a warm-up may train; they need sizes, since no folder has them.
     if spec is None:
@@ -246,11 +254,11 @@ def find_untrained_start(config: RunConfig, *, prepares: bool = True) -> Startin
     return describe_random_model(cache, spec=spec, seed=config.seed)
 
 
-def set_arithmetic(config: RunConfig, spec: ModelSpec) -> ModelSpec:
+def set_arithmetic(
+    spec: ModelSpec, *, batch_invariant: bool | None, float32_head: bool
+) -> ModelSpec:
     """Return the spec with the run's choice of arithmetic."""
-    return replace(
-        spec, batch_invariant=bool(config.batch_invariant), float32_head=config.float32_head
-    )
+    return replace(spec, batch_invariant=bool(batch_invariant), float32_head=float32_head)
 
 
 def find_starting_points(dump_folder: str) -> Path:

@@ -20,7 +20,7 @@ from rl.loop.config import LoopConfig
 from rl.observability.metrics import Mean, Metric, Sum
 from rl.observability.recorder import TrainedRollout
 from rl.protocols import Trainer
-from rl.rollouts.advantage import compute_kl_penalty
+from rl.rollouts.advantage import KLReward, compute_kl_penalty
 from rl.rollouts.group import RolloutId, ScoredRollout, compute_token_rewards
 from rl.rollouts.producer import Batch
 from rl.rollouts.samples import cut, policy_samples
@@ -62,18 +62,26 @@ async def make_training_batch(
     references: list[np.ndarray] | None = None
     if config.kl_reward.coef:
         rewards_PG, references, metrics["reward/kl"] = await _subtract_kl(
-            rewards_PG, members_PG, config=config, trainer=trainer
+            rewards_PG,
+            members_PG,
+            kl_reward=config.kl_reward,
+            temperature=config.sampling.temperature,
+            trainer=trainer,
         )
     advantages_PG = config.advantage(rewards_PG)
 
-    samples = _make_samples(members_PG, chain(*advantages_PG), config=config)
+    samples = _make_samples(
+        members_PG, chain(*advantages_PG), temperature=config.sampling.temperature
+    )
     if references is not None:
         for rollout_id, reference_T in zip(list(samples), references, strict=True):
             samples[rollout_id] = replace(samples[rollout_id], reference_logprobs=reference_T)
 
     # Lengths and masks come after the advantages: a sample that is left out of the loss still
     # counts for its group.
-    samples, counts = _limit_lengths(samples, config=config)
+    samples, counts = _limit_lengths(
+        samples, limit=config.max_sample_tokens, policy=config.long_samples
+    )
     if config.mask_truncated_completions:
         counts["samples/masked"] = Sum(_mask_truncated(samples, members_PG))
 
@@ -100,7 +108,7 @@ def _make_samples(
     members_PG: Sequence[Sequence[ScoredRollout]],
     advantages: Iterable[np.ndarray],
     *,
-    config: LoopConfig,
+    temperature: float,
 ) -> dict[RolloutId, TrainingSample]:
     """Return the samples of all rollouts; `advantages` are in the order of the rollouts."""
     ids: list[RolloutId] = []
@@ -108,7 +116,7 @@ def _make_samples(
         ids += [(p, g) for g in range(len(members))]
 
     rollouts = [member.rollout for member in chain(*members_PG)]
-    samples = policy_samples(rollouts, [*advantages], temperature=config.sampling.temperature)
+    samples = policy_samples(rollouts, [*advantages], temperature=temperature)
     return dict(zip(ids, samples, strict=True))
 
 
@@ -131,7 +139,8 @@ async def _subtract_kl(
     rewards_PG: Sequence[Sequence[np.ndarray]],
     members_PG: Sequence[Sequence[ScoredRollout]],
     *,
-    config: LoopConfig,
+    kl_reward: KLReward,
+    temperature: float,
     trainer: Trainer,
 ) -> tuple[list[list[np.ndarray]], list[np.ndarray], Metric]:
     """Subtract `loop.kl_reward` from each token's reward.
@@ -140,10 +149,9 @@ async def _subtract_kl(
         The rewards, the reference policy's logprobs of each rollout ([T] float32 nats), and the
         mean KL of a token.
     """
-    kl_reward = config.kl_reward
     # The reference policy reads tokens alone: the advantages do not exist yet, so zeros stand in.
     zeros = (np.zeros(m.rollout.num_completion_tokens, np.float32) for m in chain(*members_PG))
-    samples = [*_make_samples(members_PG, zeros, config=config).values()]
+    samples = [*_make_samples(members_PG, zeros, temperature=temperature).values()]
     references = await trainer.compute_reference_logprobs(samples)
 
     kls: list[np.ndarray] = []
@@ -161,12 +169,11 @@ async def _subtract_kl(
 
 
 def _limit_lengths(
-    samples: dict[RolloutId, TrainingSample], *, config: LoopConfig
+    samples: dict[RolloutId, TrainingSample], *, limit: int | None, policy: str
 ) -> tuple[dict[RolloutId, TrainingSample], dict[str, Metric]]:
     """Drop or truncate samples above `loop.max_sample_tokens`; raise RunError if no sample is
     left.
     """
-    limit, policy = config.max_sample_tokens, config.long_samples
     # With "drop_group" the producer has already replaced the groups of long samples.
     if limit is None or policy == "drop_group":
         return samples, {}

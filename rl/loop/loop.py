@@ -212,7 +212,10 @@ class Loop(Configurable):
         self._clock = StepClock(worker)
         self._sync = WeightSync(publisher, on_failure=self._producer.fail)
         self._progress = Progress(
-            config=config, problems=problems, producer=self._producer, start=start
+            problems=problems,
+            producer=self._producer,
+            start=start,
+            evaluates=config.eval_every > 0,
         )
 
     async def run(self) -> None:
@@ -317,7 +320,11 @@ class Loop(Configurable):
                 **time_metrics(minibatches=trained, published=self._sync.last, clock=clock),
             }
         )
-        self._progress.finish_step(step, has_gradient=training.has_gradient)
+        self._progress.finish_step(
+            step,
+            has_gradient=training.has_gradient,
+            evaluation_is_due=config.is_evaluation_due(step),
+        )
         self._check_empty_steps(batch)
 
     async def _train(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from rl.loop.config import LoopConfig
 from rl.protocols import Trainer
 from rl.rollouts.producer import NumberedProblems, RolloutProducer
 from rl.training.checkpoints.config import CheckpointConfig
@@ -29,18 +28,20 @@ class Progress:
     def __init__(
         self,
         *,
-        config: LoopConfig,
         problems: NumberedProblems,
         producer: RolloutProducer,
         start: LoopPosition,
+        evaluates: bool,
     ) -> None:
-        """`start` is the position of an earlier loop, or that of a loop without steps."""
-        self._config = config
+        """Take the position of an earlier loop as `start`, or that of a loop without steps.
+
+        `evaluates` is False for a loop without evaluations.
+        """
         self._problems = problems
         self._producer = producer
         self.done = start.step
         """Completed steps."""
-        self.evaluated = not config.eval_every or start.evaluated
+        self.evaluated = not evaluates or start.evaluated
         """True if no evaluation is due before the next step."""
         self.num_empty_steps = start.num_empty_steps
         self.has_batch = False
@@ -57,10 +58,10 @@ class Progress:
         position = self._problems.make_position(self.done, outstanding=self._producer.outstanding)
         return replace(position, evaluated=self.evaluated, num_empty_steps=self.num_empty_steps)
 
-    def finish_step(self, step: int, *, has_gradient: bool) -> None:
+    def finish_step(self, step: int, *, has_gradient: bool, evaluation_is_due: bool) -> None:
         self.done = step
         self.has_batch = False
-        self.evaluated = not self._config.is_evaluation_due(step)
+        self.evaluated = not evaluation_is_due
         self.num_empty_steps = 0 if has_gradient else self.num_empty_steps + 1
         self.whole = self.make_position()
 

@@ -15,8 +15,8 @@ import torch
 
 from rl.config.rules import check_rules, select_rules
 from rl.config.tree import check_fields, name_as_options
-from rl.distributed.compile import check_async_tensor_parallel, check_compiler
-from rl.distributed.mesh import Degrees
+from rl.distributed.compile import CompileConfig, check_async_tensor_parallel, check_compiler
+from rl.distributed.mesh import Degrees, ParallelismConfig
 from rl.distributed.stages import plan_stages
 from rl.models.batch_invariant.model import check_batch_invariant_model
 from rl.models.batch_invariant.probe import check_machine
@@ -95,7 +95,14 @@ def list_model_checks(
     config: TrainerConfig, spec: ModelSpec, *, world_size: int, device_type: str
 ) -> Iterator[Callable[[], object]]:
     """Yield the checks against the model and the device; a run checks its rules by itself."""
-    yield partial(_check_layout, config, spec)  # First what no number of processes could mend.
+    # First what no number of processes could mend.
+    yield partial(
+        _check_layout,
+        spec.model,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        checkpointing=config.activation_checkpoint.mode,
+    )
     yield partial(config.parallelism.resolve_degrees, world_size)
     if config.parallelism.async_tensor_parallel:
         yield partial(
@@ -106,58 +113,76 @@ def list_model_checks(
         )
     yield partial(check_compiler, config.compile, device_type=device_type)
     yield partial(check_experts, spec.model, balance=config.experts)
-    yield partial(_check_limits, config, spec, device_type=device_type)
+    yield partial(
+        _check_limits,
+        spec,
+        async_mode=config.checkpoint.async_mode,
+        selective_option=config.activation_checkpoint.selective_option,
+        max_sequence_length=config.training.max_sequence_length,
+        device_type=device_type,
+    )
     if spec.batch_invariant:
         # Kernels for the mode exist for some models only.
         yield partial(check_batch_invariant_model, spec.model)
 
 
-def _check_layout(config: TrainerConfig, spec: ModelSpec) -> None:
-    with name_as_options("parallelism", config.parallelism):
-        check_decoder_layout(spec.model, config.parallelism)
-    if config.parallelism.pipeline_parallel_degree > 1:
-        _check_schedule_file(config, spec)
-
-
-def _check_schedule_file(config: TrainerConfig, spec: ModelSpec) -> None:
-    """Raise ValueError for options that fail with the schedule of a file.
+def _check_layout(
+    model: Decoder.Config,
+    *,
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    checkpointing: str,
+) -> None:
+    """Raise ValueError for a layout that does not fit the model, and for options that fail with the
+    schedule of a file.
 
     The same holds of schedules with a name, about which `rl.run_rules` has a rule.
     """
-    file = plan_stages(config.parallelism, list_module_names(spec.model)).file
+    with name_as_options("parallelism", parallelism):
+        check_decoder_layout(model, parallelism)
+    if parallelism.pipeline_parallel_degree == 1:
+        return
+
+    file = plan_stages(parallelism, list_module_names(model)).file
     if file is None or not file.splits_backward:
         return
-    path = config.parallelism.pipeline_parallel_schedule_csv
+    path = parallelism.pipeline_parallel_schedule_csv
     reason = (
         f"with parallelism.pipeline_parallel_schedule_csv={path!r}, because the schedule takes the "
         "backwards of inputs and of weights apart"
     )
-    if config.compile.includes("model"):
+    if compile_config.includes("model"):
         raise ValueError(f"compile.enable=True: must be False {reason}")
-    if (mode := config.activation_checkpoint.mode) != "none":
-        raise ValueError(f"activation_checkpoint.mode={mode!r}: must be 'none' {reason}")
+    if checkpointing != "none":
+        raise ValueError(f"activation_checkpoint.mode={checkpointing!r}: must be 'none' {reason}")
 
 
-def _check_limits(config: TrainerConfig, spec: ModelSpec, *, device_type: str) -> None:
+def _check_limits(
+    spec: ModelSpec,
+    *,
+    async_mode: str,
+    selective_option: str,
+    max_sequence_length: int | None,
+    device_type: str,
+) -> None:
     """Raise ValueError for a setting beyond the model's layers or positions, or the device's
     abilities.
     """
-    if config.checkpoint.async_mode == "async_with_pinned_mem" and device_type != "cuda":
+    if async_mode == "async_with_pinned_mem" and device_type != "cuda":
         raise ValueError(
             "checkpoint.async_mode='async_with_pinned_mem': page-locked memory needs a GPU; "
             "without one use 'async'"
         )
-    option, num_layers = config.activation_checkpoint.selective_option, spec.model.num_layers
-    if option != "op" and int(option) > num_layers:
+    num_layers, num_positions = spec.model.num_layers, spec.model.rope.max_positions
+    if selective_option != "op" and int(selective_option) > num_layers:
         raise ValueError(
-            f"activation_checkpoint.selective_option={option!r}: must be 'op', or a number of "
-            f"layers up to {str(num_layers)!r}, the layers of the model"
+            f"activation_checkpoint.selective_option={selective_option!r}: must be 'op', or a "
+            f"number of layers up to {str(num_layers)!r}, the layers of the model"
         )
-    length, limit = config.training.max_sequence_length, spec.model.rope.max_positions
-    if length is not None and length > limit:
+    if max_sequence_length is not None and max_sequence_length > num_positions:
         raise ValueError(
-            f"training.max_sequence_length={length}: must be at most {limit}, the positions of "
-            f"{spec.name} {spec.flavor}"
+            f"training.max_sequence_length={max_sequence_length}: must be at most {num_positions}, "
+            f"the positions of {spec.name} {spec.flavor}"
         )
 
 

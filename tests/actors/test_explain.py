@@ -166,7 +166,8 @@ def test_every_rule_is_shown_with_its_state():
 
 
 def test_long_samples_and_minibatches_count_in_the_arithmetic_of_a_step():
-    step = compute_step_arithmetic(changed(loop__max_sample_tokens=100, loop__num_minibatches=2))
+    config = changed(loop__max_sample_tokens=100, loop__num_minibatches=2)
+    step = compute_step_arithmetic(config.loop, max_model_len=config.generator.max_model_len)
     assert (step["samples_of_optimizer_step"], step["trained_tokens_most"]) == (128, 256 * 99)
 
 
@@ -180,7 +181,10 @@ def test_generator_without_room_for_its_longest_request_does_not_fit():
         machine = Machine(
             num_gpus=20, gpu_bytes=int(gpu_gb * 1e9), num_cores=64, memory_bytes=10**12
         )
-        return describe_memory(config, spec=spec, machine=machine, on_gpu=True)["generator_rank"]
+        described = describe_memory(
+            config.trainer, config.generator, spec=spec, machine=machine, on_gpu=True
+        )
+        return described["generator_rank"]
 
     # 16.4 GB of weights on each of 4 ranks, and 65,536 bytes of cache a token.
     small, large = generator(16.42), generator(16.6)

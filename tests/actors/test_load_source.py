@@ -3,6 +3,7 @@
 import copy
 import shutil
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,7 @@ def check(folder, config=None, *, model_only=False, converters=(), exclude=(), p
     config.trainer.checkpoint.exclude_from_loading = exclude
     source = LoadSource(path=folder, model_only=model_only, position=position)
     start = describe_random_model(folder / "nowhere", spec=config.model, seed=0)
-    check_source(source, start=start, config=config, num_gpus=0)
+    check_source(source, start=start, trainer=config.trainer, num_steps=80, on_gpu=False)
 
 
 def test_matching_checkpoint_is_accepted(saved, tmp_path):
@@ -111,15 +112,16 @@ def test_checkpoint_of_another_tokenizer_is_refused_with_both_folders(tmp_path):
         LoadSource(path=tmp_path / "step-0", model_only=model_only, position=None)
         for model_only in (False, True)
     ]
+    for_run: Any = {"trainer": config.trainer, "num_steps": 80, "on_gpu": False}
     # The random model is not written yet; its tokenizer is known already.
     for fitting in (start, describe_random_model(tmp_path / "cache-2", spec=spec, seed=1)):
         for source in (None, *sources):
-            check_source(source, start=fitting, config=config, num_gpus=0)
+            check_source(source, start=fitting, **for_run)
     changed = open_model_folder(other, spec=spec)
     made = rf"{tmp_path}/step-0 was made with the tokenizer of {start.folder}"
     says = rf"{made}, this run has {other} \(tokenizer\.json differs\)"
     for source in sources:
         with pytest.raises(ValueError, match=says):
-            check_source(source, start=changed, config=config, num_gpus=0)
+            check_source(source, start=changed, **for_run)
     config.trainer.checkpoint.exclude_from_loading = ("tokenizer",)
-    check_source(sources[0], start=changed, config=config, num_gpus=0)
+    check_source(sources[0], start=changed, **for_run)

@@ -4,7 +4,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from actors.preflight.limits import measure_limits
+from actors.preflight.limits import measure_run_limits
+from actors.run import _measure_limits
 from configs.sum_digits import tiny
 from rl.observability.machine import MachineLimits
 from tests.support.mortal import Mortal
@@ -35,8 +36,16 @@ def limits_of(config, *, lost=""):
         if actor.name == lost:
             actor.die()
     groups = [actor.group() for actor in actors]
-    cluster: Any = SimpleNamespace(trainer=groups[0], pool=SimpleNamespace(members=groups[1:]))
-    return asyncio.run(measure_limits(config, cluster, spec=config.model)), asked
+    pool = SimpleNamespace(members=groups[1:])
+    cluster: Any = SimpleNamespace(config=config, trainer=groups[0], pool=pool)
+    measuring = measure_run_limits(
+        cluster,
+        spec=config.model,
+        group_size=config.loop.group_size,
+        groups_per_batch=config.loop.groups_per_batch,
+        max_off_policy_steps=config.loop.max_off_policy_steps,
+    )
+    return asyncio.run(measuring), asked
 
 
 def test_trainer_and_generator_are_measured_in_turn_and_shared_devices_by_the_trainer_alone():
@@ -55,10 +64,15 @@ def test_trainer_and_generator_are_measured_in_turn_and_shared_devices_by_the_tr
     assert [name for name, *_ in asked] == ["trainer", "trainer"]
 
 
-def test_limits_can_be_disabled_and_a_failed_measurement_ends_no_run(caplog):
+def test_run_without_limits_measures_nothing():
     config = tiny()
     config.limits.enable = False
-    assert limits_of(config) == (None, [])
+    prepared: Any = SimpleNamespace(config=config)
+    cluster: Any = SimpleNamespace()
+    assert asyncio.run(_measure_limits(prepared, cluster)) is None
+
+
+def test_failed_measurement_ends_no_run(caplog):
     limits, asked = limits_of(tiny(), lost="generator_0")
     assert limits is None
     assert len(asked) == 2

@@ -173,9 +173,10 @@ def test_warm_ups_are_told_apart_by_arithmetic_and_not_by_layout_or_learning_rat
 
 def test_bound_of_parity_knows_converters_to_float8():
     config = tiny_moe()
-    assert compute_dtypes(config) == ("float32", "float32")
+    assert compute_dtypes(config.trainer, generator_dtype="float32") == ("float32", "float32")
     config.trainer.converters = (Float8GroupedMM.Config(emulate=True),)
-    assert compute_dtypes(config) == ("float32", "float32", "float8")
+    dtypes = compute_dtypes(config.trainer, generator_dtype="float32")
+    assert dtypes == ("float32", "float32", "float8")
 
 
 def test_warm_up_runs_in_the_threads_that_checked_the_task(tmp_path):

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from actors.config import LaunchConfig
 from actors.launch import isolation, member
 from actors.launch.cleanup import free_port
 from actors.launch.isolation import forget_empty_secrets, isolate
@@ -150,7 +149,7 @@ def test_a_run_that_others_can_reach_warns_if_there_are_other_users(
     users, not_permitted, monkeypatch, caplog
 ):
     monkeypatch.setattr(isolation, "_list_other_users", lambda: users)
-    line = isolate(LaunchConfig(), needs_network=None)
+    line = isolate(isolate_network=None)
     assert line == "the actors use this machine's network: the system does not permit it"
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == bool(users)
@@ -162,7 +161,7 @@ from pathlib import Path
 from actors.config import LaunchConfig
 from actors.launch.isolation import isolate
 Path("/proc/sys/user/max_net_namespaces").write_text("0")
-print(isolate(LaunchConfig(), needs_network=None))
+print(isolate(isolate_network=None))
 """
 
 
@@ -192,7 +191,7 @@ def test_a_required_network_namespace_that_is_not_permitted_stops_the_start(not_
     with pytest.raises(
         ValueError, match=r"launch\.isolate_network=True: the system does not permit it"
     ):
-        isolate(LaunchConfig(isolate_network=True), needs_network=None)
+        isolate(isolate_network=True)
 
 
 def test_a_judge_in_reward_actors_keeps_the_network_and_its_key(not_permitted, monkeypatch):
@@ -200,7 +199,7 @@ def test_a_judge_in_reward_actors_keeps_the_network_and_its_key(not_permitted, m
     judge = Judge(base_url="http://127.0.0.1:1/v1", model="m", api_key_env="MY_JUDGE_KEY")
     rubric = Rubric(criteria=(Criterion(name="grade", function=judge),))
     assert (rubric.remote, rubric.key_variables) == (("grade",), {"MY_JUDGE_KEY"})
-    line = isolate(LaunchConfig(), needs_network="the judge")
+    line = isolate(isolate_network=None, needs_network="the judge")
     assert line.endswith("the judge needs it; reward.num_procs=0 keeps both")
 
 

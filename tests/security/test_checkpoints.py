@@ -115,7 +115,7 @@ def test_controller_refuses_a_pickle_before_a_run_starts(received, tmp_path):
     source = find_load_source(config.trainer.checkpoint)
     start = describe_random_model(tmp_path, spec=model_registry("tiny"), seed=0)
     with pytest.raises(ValueError, match=r"\.metadata names 'posix\.mkdir'"):
-        check_source(source, start=start, config=config, num_gpus=0)
+        check_source(source, start=start, trainer=config.trainer, num_steps=80, on_gpu=False)
     assert not (tmp_path / "mark").exists()
 
 
