@@ -200,7 +200,7 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
         found.not_checked.append("problems of the task, which runs third-party programs")
     else:
         with found.faults.collect("task: "):
-            task = config.task.build()
+            task: Task = config.task.build()
             next(iter(task.train_problems(seed=config.seed)), None)
             if config.loop.eval_every:
                 task.eval_sets()

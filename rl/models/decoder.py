@@ -185,11 +185,11 @@ class TransformerBlock(Configurable, nn.Module):
         super().__init__()
         # `init_weights` draws in the order of the parameters, and so of these assignments.
         self.attention_norm = norm(dim)
-        self.attention = config.attention.build(dim=dim, norm=norm, core=core)
+        self.attention: Attention = config.attention.build(dim=dim, norm=norm, core=core)
         self.attention_post_norm = norm(dim) if config.post_norms else nn.Identity()
 
         self.ffn_norm = norm(dim)
-        self.feed_forward = config.feed_forward.build(
+        self.feed_forward: nn.Module = config.feed_forward.build(
             dim=dim, num_kv_heads=config.attention.num_kv_heads
         )
         self.ffn_post_norm = norm(dim) if config.post_norms else nn.Identity()
@@ -284,14 +284,16 @@ class Decoder(Configurable, nn.Module):
         # The order of the modules is the order in which `init_weights` draws.
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         head_dim = config.block.attention.head_dim
-        self.rope = config.rope.build(head_dim=head_dim)
+        self.rope: RoPE = config.rope.build(head_dim=head_dim)
         local = config.local_rope
-        self.local_rope = None if local is None else local.build(head_dim=head_dim)
+        self.local_rope: RoPE | None = None if local is None else local.build(head_dim=head_dim)
 
         self.layers = nn.ModuleList()
         for number in range(config.num_layers):
             core = core_attention(number, config.get_window(number))
-            block = config.block.build(dim=config.dim, norm=config.build_norm, core=core)
+            block: TransformerBlock = config.block.build(
+                dim=config.dim, norm=config.build_norm, core=core
+            )
             self.layers.append(block)
 
         self.norm = config.build_norm(config.dim)

@@ -115,8 +115,8 @@ class TrainingEngine(Configurable):
         self.reference = self._make_reference()
 
         self.optimizer = _build_optimizer(config.optimizer, self.policy)
-        self.schedule = config.lr_scheduler.build()
-        self.checkpointer = config.checkpoint.build(
+        self.schedule: LRSchedule = config.lr_scheduler.build()
+        self.checkpointer: Checkpointer = config.checkpoint.build(
             policy=self.policy,
             optimizer=self.optimizer,
             reference=self.reference,
