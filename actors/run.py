@@ -147,6 +147,8 @@ def prepare_run(request: RunRequest) -> Iterator[PreparedRun]:
     config: RunConfig = request.config
     check_fields(config)  # a script may have edited it
     with _lock_shared_checkpoints(config.trainer.checkpoint):
+        # Both check the config with `make_plan`: a new run before its folder is made, a resumed run
+        # after its folder is locked.
         prepared = _open_new(request) if request.resumes is None else _open_resumed(request)
         with prepared.folder as folder:
             if config.print_config:
@@ -318,6 +320,7 @@ async def start_actors(
     )
     try:
         with on_disk:
+            # The launcher starts every process, and has ended all of them after its block.
             async with supervise(stop=stop) as launcher:
                 rubric = plan.task.rubric(seed=config.seed)
                 with show_progress("starting the actors (import, load, compile)"):

@@ -42,7 +42,7 @@ from rl.training.checkpoints.config import (
     find_own_checkpoint,
 )
 from rl.training.checkpoints.files import DamagedCheckpointError, Skip, list_steps
-from rl.types import ProblemsFingerprint
+from rl.types import ProblemsFingerprint, Prompt
 from rl.utils.printing import print_text
 
 logger = logging.getLogger(__name__)
@@ -92,13 +92,12 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
         )
     source = find_source(checkpoint, resumed, repairs=not is_dry)
     start = find_starting_point(config, task=task, environments=environments, source=source)
-    on_gpu = trains_on_gpu(config.launch, num_gpus=count_gpus())
     check_source(
         resumed or source,
         start=start,
         trainer=config.trainer,
         num_steps=config.loop.num_steps,
-        on_gpu=on_gpu,
+        on_gpu=trains_on_gpu(config.launch, num_gpus=count_gpus()),
     )
     exclude = checkpoint.exclude_from_loading
     differences = check_problems(resumed or source, task, seed=config.seed, exclude=exclude)
@@ -127,15 +126,21 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
         differences=tuple(differences),
         environments=environments,
         renderer=renderer,
-        parity=make_parity_text(
-            config.parity,
-            prompt=first_prompt,
-            renderer=renderer,
-            dtypes=compute_dtypes(config.trainer, generator_dtype=config.generator.dtype),
-            max_tokens=config.generator.max_model_len - 1,
-            # On GPUs the batch-invariant mode has other kernels in vLLM than in the trainer.
-            same_kernels=bool(config.batch_invariant) and not on_gpu,
-        ),
+        parity=_make_parity(config, prompt=first_prompt, renderer=renderer),
+    )
+
+
+def _make_parity(config: RunConfig, *, prompt: Prompt, renderer: Renderer) -> ParityText | None:
+    """Return the text on which trainer and generators are compared."""
+    on_gpu = trains_on_gpu(config.launch, num_gpus=count_gpus())
+    return make_parity_text(
+        config.parity,
+        prompt=prompt,
+        renderer=renderer,
+        dtypes=compute_dtypes(config.trainer, generator_dtype=config.generator.dtype),
+        max_tokens=config.generator.max_model_len - 1,
+        # On GPUs the batch-invariant mode has other kernels in vLLM than in the trainer.
+        same_kernels=bool(config.batch_invariant) and not on_gpu,
     )
 
 

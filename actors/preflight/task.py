@@ -106,19 +106,14 @@ def check_task(
         task.rubric(seed=seed),
         example or _make_one_turn(prompt, openings[0]),
         is_complete=example is not None or have_one_turn[0],
-        group_size=loop.group_size,
-        failures_allowed=loop.max_failed_rewards > 0,
+        loop=loop,
         time_limit_s=time_limit_s,
         in_actors=rewards_in_actors,
         start_timeout_s=start_timeout_s,
     )
-    if loop.max_sample_tokens is not None:
-        _check_sample_limit(
-            openings[len(held_out) :],
-            limit=loop.max_sample_tokens,
-            renderer=renderer,
-            max_model_len=max_model_len,
-        )
+    _check_sample_limit(
+        openings[len(held_out) :], loop, renderer=renderer, max_model_len=max_model_len
+    )
     if warms_up:
         check_demonstrations(
             task.warmup_problems(seed=seed),
@@ -148,14 +143,17 @@ def _check_prompts(
 
 def _check_sample_limit(
     openings: Sequence[Sequence[Message]],
+    loop: LoopConfig,
     *,
-    limit: int,
     renderer: Renderer,
     max_model_len: int,
 ) -> None:
     """Raise ValueError for a `loop.max_sample_tokens` that no training sample meets, or every
     one.
     """
+    limit = loop.max_sample_tokens
+    if limit is None:
+        return
     # Below the shortest prompt every sample is left out; above the context none ever is.
     shortest = min(len(renderer.opening(messages)) for messages in openings)
     if not shortest < limit < max_model_len:
@@ -209,8 +207,7 @@ def _check_rubric(
     example: Rollout,
     *,
     is_complete: bool,
-    group_size: int,
-    failures_allowed: bool,
+    loop: LoopConfig,
     time_limit_s: float,
     in_actors: bool,
     start_timeout_s: float,
@@ -219,10 +216,10 @@ def _check_rubric(
 
     Raises:
         ValueError: the rubric does not reach a process, or a reward function fails. With
-            `failures_allowed`, for a judge that may not be up yet, and for an example that
+            `loop.max_failed_rewards`, for a judge that may not be up yet, and for an example that
             is not a complete episode, a function that fails is a warning.
     """
-    if group_size == 1 and rubric.comparing:
+    if loop.group_size == 1 and rubric.comparing:
         raise ValueError(
             f"loop.group_size=1: the reward functions {', '.join(rubric.comparing)} compare the "
             "rollouts of a group: raise it to at least 2, or set needs_group=False if they can "
@@ -231,7 +228,7 @@ def _check_rubric(
 
     # Reward functions often fail for an empty reply, or for a form that they do not expect.
     *before, last = example.turns
-    size = group_size if rubric.has_group_functions else 1
+    size = loop.group_size if rubric.has_group_functions else 1
     groups = []
     for text in (last.text, "", "?"):
         attempt = replace(example, turns=(*before, replace(last, text=text)))
@@ -252,7 +249,7 @@ def _check_rubric(
     for score in chain.from_iterable(scores):
         if score.failure is None:
             continue
-        if is_complete and not rubric.has_async_functions and not failures_allowed:
+        if is_complete and not rubric.has_async_functions and not loop.max_failed_rewards:
             raise ValueError(f"the task's rubric fails: {score.failure}")
         logger.warning("the task's rubric fails when it is tried: %s", score.failure)
         return

@@ -51,6 +51,7 @@ async def make_training_batch(
         adds_proximal_logprobs: the samples carry the trainer's logprobs from before the step.
     """
     members_PG = [group.scored for group in batch.groups]
+    temperature = config.sampling.temperature
     by_turn = config.advantage.credit == "token"
     rewards_PG: list[list[np.ndarray]] = []
     for members in members_PG:
@@ -65,14 +66,12 @@ async def make_training_batch(
             rewards_PG,
             members_PG,
             kl_reward=config.kl_reward,
-            temperature=config.sampling.temperature,
+            temperature=temperature,
             trainer=trainer,
         )
     advantages_PG = config.advantage(rewards_PG)
 
-    samples = _make_samples(
-        members_PG, chain(*advantages_PG), temperature=config.sampling.temperature
-    )
+    samples = _make_samples(members_PG, chain(*advantages_PG), temperature=temperature)
     if references is not None:
         for rollout_id, reference_T in zip(list(samples), references, strict=True):
             samples[rollout_id] = replace(samples[rollout_id], reference_logprobs=reference_T)
