@@ -43,7 +43,7 @@ from rl.tinker.backend import Base, TinkerBackend, Workers
 from rl.tinker.types import LimitReachedError
 from rl.training.checks import list_trainer_checks
 from rl.training.engine import TrainingEngine
-from rl.training.models import ModelError, TrainedModels, check_config
+from rl.training.models_by_id import ModelError, TrainedModels, check_config
 from rl.types import Completion, PullResult, SamplingParams
 from rl.utils.files import make_folder, make_temporary_folder, remove_leftovers
 from rl.weights.store import WeightStore

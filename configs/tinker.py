@@ -5,8 +5,8 @@ model, `smollm2`.
 from __future__ import annotations
 
 from rl.tinker.backend import Base
+from rl.tinker.http_server import TinkerServer
 from rl.tinker.local import LocalTinkerBackend
-from rl.tinker.serving import TinkerServer
 from rl.training.config import TrainingConfig
 
 

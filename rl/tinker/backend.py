@@ -45,7 +45,7 @@ from rl.tinker.types import (
 from rl.trainer_types import ForwardBackwardResult, OptimParams, OptimStepResult
 from rl.training.config import TrainingConfig
 from rl.training.failures import NonFiniteLossError
-from rl.training.models import ModelError, UnsavedModelError, add_adapters
+from rl.training.models_by_id import ModelError, UnsavedModelError, add_adapters
 from rl.types import Completion, SamplingParams, TrainingSample
 from rl.utils.errors import RunError
 
@@ -212,7 +212,7 @@ class Workers(Protocol):
     """Sequences that several owners draw at once; 0: the owners draw one after another."""
 
     # Calls about models, with the names and meanings of the training engine
-    # (rl/training/models.py, rl/training/engine.py). Never two at once.
+    # (rl/training/models_by_id.py, rl/training/engine.py). Never two at once.
 
     async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None: ...
 

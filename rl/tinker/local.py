@@ -20,7 +20,7 @@ from rl.config.tree import check_bounds
 from rl.local import LocalBackend
 from rl.tinker.backend import Base, TinkerBackend, Workers
 from rl.tinker.compat import call_before_threads_end, keep_clients_direct
-from rl.tinker.serving import ServerThread
+from rl.tinker.http_server import ServerThread
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.utils.processes import use_threads

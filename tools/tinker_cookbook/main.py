@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rl.tinker.backend import Base
+from rl.tinker.http_server import ServerThread
 from rl.tinker.local import LocalTinkerBackend, make_backend
-from rl.tinker.serving import ServerThread
 from rl.utils.compat import exit_process
 from rl.utils.proxies import make_loopback_exemption
 from tools.setup_env import Environment, InstallError, Refusal
