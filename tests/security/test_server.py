@@ -25,7 +25,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from rl.tinker import http_server
 from rl.tinker.auth import AccessGuard, Keys
-from rl.tinker.backend import Base
+from rl.tinker.base_model import BaseModelFolder
 from rl.tinker.http_server import TinkerServer, listen, lock_storage, serve
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.service.futures import REQUEST_BYTES
@@ -160,7 +160,7 @@ def test_new_storage_folder_is_for_its_user_only(tmp_path):
 def test_server_without_keys_and_with_a_folder_of_everybody_warns(tmp_path, capsys):
     storage = tmp_path / "storage"
     storage.mkdir(mode=0o755)
-    backend = LocalTinkerBackend.Config(base=Base.Config(folder=str(tmp_path / "none")))
+    backend = LocalTinkerBackend.Config(base=BaseModelFolder.Config(folder=str(tmp_path / "none")))
     config = TinkerServer.Config(backend=backend, port=0, storage_folder=str(storage))
     with pytest.raises(ValueError, match="none"):
         config.build().run()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tinker import types as wire
 
-from rl.tinker.backend import make_lora_config
+from rl.tinker.base_model import make_lora_config
 from rl.tinker.types import GoneError, InvalidRequestError, NotFoundError
 from rl.tinker.wire.datums import check_optim_params
 from rl.trainer_types import OptimParams

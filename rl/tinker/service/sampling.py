@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from tinker import types as wire
 
-from rl.tinker.backend import make_lora_config
+from rl.tinker.base_model import make_lora_config
 from rl.tinker.service.futures import SMALL_BYTES, Result, encode_message
 from rl.tinker.service.parts import Parts
 from rl.tinker.service.sessions import KEPT, Session

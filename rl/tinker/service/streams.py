@@ -183,7 +183,7 @@ class ModelStream:
             # Also where the task is cancelled: nothing may wait for a stream that does no work.
             self.end("the service is closing")
             if self.is_created:
-                async with self._backend.trainer(self.owner) as trainer:
+                async with self._backend.lock_trainer(self.owner) as trainer:
                     await trainer.delete_model(self.model_id)
 
     async def _is_next_here(self) -> bool:
@@ -216,7 +216,7 @@ class ModelStream:
     async def _run_after_gap(self, run: Run) -> Answer:
         # The gap has left part of a batch in the gradient.
         if self._had_gap:
-            async with self._backend.trainer(self.owner) as trainer:
+            async with self._backend.lock_trainer(self.owner) as trainer:
                 await trainer.drop_gradient(model_id=self.model_id)
             self._had_gap = False
         return await run()

@@ -13,7 +13,7 @@ from fastapi import Request
 from tinker import types as wire
 
 from rl.models.lora import LoRA
-from rl.tinker.backend import make_lora_config
+from rl.tinker.base_model import make_lora_config
 from rl.tinker.service.futures import Answer, encode_message
 from rl.tinker.service.parts import Parts
 from rl.tinker.service.sampling import SamplingSessions
@@ -85,7 +85,7 @@ class TrainingCalls:
             return stream.refuse(body.seq_id, error)
 
         async def load() -> Answer:
-            async with self._backend.trainer(owner) as trainer:
+            async with self._backend.lock_trainer(owner) as trainer:
                 await trainer.load_model(
                     stream.model_id, str(stored.data), optimizer=body.optimizer
                 )
@@ -170,7 +170,7 @@ class TrainingCalls:
         stream = self._add_stream(session, record)
 
         async def create() -> Answer:
-            async with self._backend.trainer(owner) as trainer:
+            async with self._backend.lock_trainer(owner) as trainer:
                 await trainer.create_model(model_id, adapters)
                 # Loading the weights may fail, and the model has to be deleted then too.
                 stream.is_created = True
@@ -245,7 +245,7 @@ class TrainingCalls:
         # In the stream's turn; until then the request holds its decoded samples.
         async def run() -> Answer:
             samples = content.samples.samples
-            async with self._backend.trainer(owner) as trainer:
+            async with self._backend.lock_trainer(owner) as trainer:
                 if body.backward:
                     result = await trainer.forward_backward(
                         samples,
@@ -274,7 +274,7 @@ class TrainingCalls:
             return stream.refuse(body.seq_id, error)
 
         async def step() -> Answer:
-            async with self._backend.trainer(owner) as trainer:
+            async with self._backend.lock_trainer(owner) as trainer:
                 if stream.failed:
                     failed = ", ".join(map(str, stream.failed))
                     stream.failed.clear()
@@ -347,7 +347,7 @@ class TrainingCalls:
         path = make_path(stream.model_id, kind, name)
 
         async def write(folder: Path) -> None:
-            async with self._backend.trainer(stream.owner) as trainer:
+            async with self._backend.lock_trainer(stream.owner) as trainer:
                 await trainer.save_model(stream.model_id, str(folder), optimizer=kind == "training")
 
         async def save() -> Answer:
