@@ -5,7 +5,7 @@
     actors.trainer.PolicyTrainer          in the actor, behind that endpoint: the engine's thread
     rl.local.LocalBackend                 a thread of this process
 
-The workers of a Tinker server, `rl.tinker.backend.TinkerWorkers`, derive from the first or the last.
+The `rl.tinker.backend.TinkerWorkers` of a Tinker server derive from the first or the last.
 
 To follow a call, open the method of `TrainingEngine` that it names.
 """

@@ -229,12 +229,12 @@ def test_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
         giving_back = asyncio.create_task(http_server.give_back_memory(service))
         await wait_for_one()
         assert body() is None
-        request = service._parts.futures.begin("a:1", owner="me")
+        request = service._futures.accept("a:1", owner="me")
         await asyncio.sleep(1)  # one may be under way
         before = next(given_back)
         await asyncio.sleep(0.2)
         assert next(given_back) == before + 1
-        service._parts.futures.fail(request, "it was cancelled")
+        service._futures.fail(request, "it was cancelled")
         await wait_for_one()
         giving_back.cancel()
 

@@ -39,7 +39,7 @@ async def test_finished_session_frees_its_models_and_samplers_and_fails_what_wai
     assert await client.loss(running) == 2
     await asyncio.sleep(1)
     assert client.backend.weights == client.backend.published == {}
-    assert [one.models for one in client.service.sessions._sessions.values()] == [{}]
+    assert [one.streams for one in client.service.sessions._sessions.values()] == [{}]
 
 
 @service_test(session_timeout_s=60)
