@@ -257,7 +257,6 @@ class SamplingSessions:
         self._sources: dict[str, dict[str, Source]] = {}
         """Sources by id of the session and of the sampling session. The least recently used one of
         a session comes first, and is forgotten beyond `KEPT`."""
-        sessions.end_samplers = self._end_session
 
     async def create_sampling_session(
         self, body: wire.CreateSamplingSessionRequest, *, owner: Owner
@@ -370,6 +369,22 @@ class SamplingSessions:
         """Accept no more samples of a checkpoint that was deleted."""
         self.weights.close(str(stored.data), f"{stored.path.tinker_path} was deleted")
 
+    def end_session(self, session: Session, why: str) -> None:
+        """Fail the samples of a session that has ended, and close weights that only it has open."""
+        self._futures.end_samples(session.session_id, why)
+        ended = self._sources.pop(session.session_id, {})
+        # Sessions share saved weights, which stay open while any of them has a sampling session.
+        still_used = set()
+        for sources in self._sources.values():
+            for source in sources.values():
+                if isinstance(source, Stored):
+                    still_used.add(source.data)
+        for source in ended.values():
+            if isinstance(source, Weights):
+                self.weights.close(source.key, why)
+            elif source is not None and source.data not in still_used:
+                self.weights.close(str(source.data), why)
+
     def _get_sources(self, session: Session) -> dict[str, Source]:
         return self._sources.get(session.session_id, {})
 
@@ -390,18 +405,3 @@ class SamplingSessions:
         if source.closed is not None:
             raise GoneError(f"the weights are no longer in memory: {source.closed}")
         return source
-
-    def _end_session(self, session: Session, why: str) -> None:
-        self._futures.end_samples(session.session_id, why)
-        ended = self._sources.pop(session.session_id, {})
-        # Sessions share saved weights, which stay open while any of them has a sampling session.
-        still_used = set()
-        for sources in self._sources.values():
-            for source in sources.values():
-                if isinstance(source, Stored):
-                    still_used.add(source.data)
-        for source in ended.values():
-            if isinstance(source, Weights):
-                self.weights.close(source.key, why)
-            elif source is not None and source.data not in still_used:
-                self.weights.close(str(source.data), why)

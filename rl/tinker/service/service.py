@@ -75,6 +75,7 @@ class Service:
                 backend=backend, sessions=sessions, background=background, limits=limits
             ),
         )
+        sessions.end_samplers = self.sampling.end_session  # Samplers end with their session.
         self.training = TrainingCalls(
             backend=backend,
             storage=storage,

@@ -157,7 +157,7 @@ class TrainingCalls:
 
     async def get_info(self, body: wire.GetInfoRequest, *, owner: Owner) -> wire.GetInfoResponse:
         """Return a model's base model, tokenizer and rank."""
-        stream = self.find_live(body.model_id, owner)
+        stream = self.find_live_stream(body.model_id, owner)
         base, lora = self._backend.base_model, stream.settings.lora
         return wire.GetInfoResponse(
             model_id=stream.model_id,
@@ -169,7 +169,7 @@ class TrainingCalls:
             lora_rank=None if lora is None else lora.rank,
         )
 
-    def find_live(self, model_id: str, owner: str) -> ModelStream:
+    def find_live_stream(self, model_id: str, owner: str) -> ModelStream:
         """Return the stream of a model that accepts requests, and keep its session alive."""
         stream = self._find_stream(model_id, owner)
         if stream.ended is not None:
