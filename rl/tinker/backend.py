@@ -109,8 +109,11 @@ class TinkerWorkers(EngineClient):
 
 
 class TinkerBackend(Configurable):
-    """Calls about models run one after another; a call that is cancelled before its turn is never
-    made.
+    """Base model, and workers behind a lock and turns: all that a service needs to compute.
+
+    Calls about models in training run one after another, in blocks of `lock_trainer`; a call that
+    is cancelled before its turn is never made. Samples come from versions, which `publish` and
+    `open` return.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -164,9 +167,9 @@ class TinkerBackend(Configurable):
         """Lock the trainer for a block when it is the owner's turn, and yield the workers.
 
         The block may make calls about models in training, one after another: those of
-        `EngineClient`, and `create_model` to `push` of `TinkerWorkers`. It must be short and must
-        not lock again, as all owners wait for its end. Refusals that leave it become
-        InvalidRequestError.
+        `EngineClient`, and `create_model` to `push` of `TinkerWorkers`. All owners wait for its
+        end, so it does nothing else, and never locks the trainer again. Refusals of the workers
+        become InvalidRequestError.
 
         Example:
             async with backend.lock_trainer(owner) as trainer:
