@@ -39,11 +39,12 @@ from rl.models.lora import LoRA
 from rl.observability.console import print_line
 from rl.observability.spans import span
 from rl.run_rules import RULES
-from rl.tinker.backend import Base, TinkerBackend, Workers
+from rl.tinker.backend import TinkerBackend, TinkerWorkers
+from rl.tinker.base_model import BaseModelFolder
 from rl.tinker.types import LimitReachedError
 from rl.training.checks import list_trainer_checks
 from rl.training.engine import TrainingEngine
-from rl.training.models import ModelError, TrainedModels, check_config
+from rl.training.models_by_id import ModelError, TrainedModels, check_config
 from rl.types import Completion, PullResult, SamplingParams
 from rl.utils.files import make_folder, make_temporary_folder, remove_leftovers
 from rl.weights.store import WeightStore
@@ -163,9 +164,9 @@ class ActorBackend(TinkerBackend):
         )
         place_actors(self._cluster, num_gpus=count_gpus())
 
-    def _open_base(self) -> Base:
+    def _open_base(self) -> BaseModelFolder:
         config, trainer = self.config, self.config.trainer
-        base: Base = config.base.build(
+        base: BaseModelFolder = config.base.build(
             training=trainer.training, cache=config.cache, context=config.generator.max_model_len
         )
         spec = base.spec
@@ -176,12 +177,12 @@ class ActorBackend(TinkerBackend):
             ):
                 check()
         config.generator.check_model(spec.model)
-        base.model = replace(
-            base.model, min_temperature=SMALLEST_TEMPERATURE, topk_prompt_logprobs=False
+        base.info = replace(
+            base.info, min_temperature=SMALLEST_TEMPERATURE, topk_prompt_logprobs=False
         )
         return base
 
-    async def _start_workers(self, base: Base) -> Workers:
+    async def _start_workers(self, base: BaseModelFolder) -> TinkerWorkers:
         if Launcher.current is not None:
             raise RuntimeError("this process has actors already: close what runs them first")
         config, resources = self.config, ExitStack()
@@ -238,8 +239,10 @@ def _count_tokens(groups: Sequence[Sequence[Completion]]) -> int:
     return sum(len(completion.token_ids) for completion in chain.from_iterable(groups))
 
 
-class ActorWorkers(TrainerClient):
-    """`Workers` that are the actors of a cluster."""
+class ActorWorkers(TrainerClient, TinkerWorkers):
+    """The actors of a cluster: a `TinkerTrainer`, called as by a run's `TrainerClient`, and
+    generators.
+    """
 
     def __init__(self, cluster: Cluster, *, resources: ExitStack) -> None:
         """`resources` are closed after the actors."""

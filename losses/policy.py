@@ -268,6 +268,15 @@ class GRPOLoss(PPOLoss):
     """PPO's surrogate with advantages relative to a group, averaged over all valid tokens of a
     step.
 
+    With the defaults, for the N tokens of a step that are in the mask and were sampled:
+
+        loss = sum over tokens of  -min(r A, clip(r, 0.8, 1.2) A)  /  N
+
+    where r = exp(p - q), p is the logprob under the policy being trained, q the logprob recorded
+    when the token was sampled, and A the advantage of its rollout. `PPOLoss.surrogate` has the
+    minimum, `PolicyLoss.__call__` the sum, `NormalizedLoss.denominator` this micro-batch's part of
+    N; the trainer divides once, when all micro-batches and ranks of the step have added theirs.
+
     Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language
     Models" (arXiv:2402.03300), equation 3. The paper averages by sequence (`normalization`
     "sequence_mean") and has `kl_coef` 0.04 with k3; the defaults here are DAPO's token mean and no

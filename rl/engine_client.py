@@ -5,6 +5,8 @@
     actors.trainer.PolicyTrainer          in the actor, behind that endpoint: the engine's thread
     rl.local.LocalBackend                 a thread of this process
 
+The `rl.tinker.backend.TinkerWorkers` of a Tinker server derive from the first or the last.
+
 To follow a call, open the method of `TrainingEngine` that it names.
 """
 

@@ -45,7 +45,7 @@ from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.observability.spans import span
 from rl.training.engine import TrainingEngine
-from rl.training.models import TrainedModels, add_adapters
+from rl.training.models_by_id import TrainedModels, add_adapters
 from rl.types import RUN, Completion, PullResult, SamplingParams
 from rl.utils.threads import WorkerThread
 
@@ -76,9 +76,9 @@ class LocalBackend(EngineClient):
         """Take the arguments of `TrainingEngine`.
 
         Args:
-            models: have models by id (`rl.training.models`), none at the start. Published adapters
-                are not merged, and calls of `generate` that come within `GATHER_S` are answered
-                together.
+            models: have models by id (`rl.training.models_by_id`), none at the start. Published
+                adapters are not merged, and calls of `generate` that come within `GATHER_S` are
+                answered together.
 
         Raises:
             ValueError: the engine refuses the config, or this process is one of several.

@@ -47,7 +47,7 @@ ALLOWED_IN = {
     "torchao": ("rl/models/converters", "rl/models/float8"),
     "fastapi": ("rl/tinker/",),
     "starlette": ("rl/tinker/",),
-    "uvicorn": ("rl/tinker/serving.py",),
+    "uvicorn": ("rl/tinker/http_server.py",),
     "tensorboard": ("rl/observability/loggers.py",),
     "wandb": ("rl/observability/loggers.py", "rl/observability/sinks.py"),
     "trackio": ("rl/observability/loggers.py", "rl/observability/sinks.py"),

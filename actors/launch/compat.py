@@ -51,7 +51,7 @@ def run_actor_process() -> None:
 
 def get_endpoint_name(endpoint: Any) -> str:
     """Return the name of an endpoint that was taken from an actor's class."""
-    name: str = endpoint._name
+    name: str = endpoint._method.__name__
     return name
 
 

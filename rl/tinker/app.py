@@ -27,7 +27,7 @@ from rl.tinker.wire.codec import PROTOBUF
 
 log = logging.getLogger(__name__)
 
-PREFIX = "/api/v1"
+API_PREFIX = "/api/v1"
 DOCUMENTED = (400, 401, 403, 404, 405, 408, 410, 413, 421, 422, 429, 500, 507)
 """Statuses in the OpenAPI description of every call."""
 MAX_SHOWN_ERRORS = 3
@@ -121,10 +121,10 @@ def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> 
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_unexpected)
     app.add_middleware(AccessGuard, keys=keys, hosts=hosts, limits=service.limits)
-    app.add_api_route(f"{PREFIX}/healthz", _answer_health, methods=["GET"])
+    app.add_api_route(f"{API_PREFIX}/healthz", _answer_health, methods=["GET"])
     router = APIRouter()
     _add_calls(router, service)
-    app.include_router(router, prefix=PREFIX, dependencies=[Security(_key)])
+    app.include_router(router, prefix=API_PREFIX, dependencies=[Security(_key)])
 
     @cache
     def description() -> Response:

@@ -21,9 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl.tinker.types import Limits
 
-PREFIX = "tml-"
+KEY_PREFIX = "tml-"
 """First characters of every key; the official client refuses others."""
-SAFE_KEY = rf"{PREFIX}[!-~]{{16,}}"
+SAFE_KEY = rf"{KEY_PREFIX}[!-~]{{16,}}"
 MAX_LENGTH = 4096
 KEY_HEADER = "X-API-Key"
 OPEN_PATHS = ("/api/v1/healthz", "/openapi.json")

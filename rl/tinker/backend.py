@@ -1,8 +1,7 @@
-"""The Tinker backend: models in training and samplers, over the core calls of a trainer and
-generators.
+"""The Tinker backend: locks, turns and errors between the service and the workers that compute.
 
 The service checks names, owners, order and values; it never overlaps two calls about one model. The
-workers are this process (`rl.local.LocalBackend`) or actors (actors/tinker.py).
+workers are threads of this process (rl/tinker/local.py) or actors (actors/tinker.py).
 """
 
 from __future__ import annotations
@@ -12,307 +11,148 @@ import secrets
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-import torch
 from tinker import types as wire
 
-from losses.types import Loss
 from rl.config.configurable import Configurable
-from rl.config.tree import check_bounds
-from rl.distributed.mesh import ParallelismConfig
-from rl.models.converter import ModelConverters
-from rl.models.files.assets import resolve_assets
+from rl.engine_client import EngineClient
 from rl.models.generate import DivergedWeightsError, Interrupted, PromptLogprobs
 from rl.models.lora import LoRA
-from rl.models.spec import ModelSpec, model_spec
 from rl.rollouts.samples import make_demonstration_sample
-from rl.starting_point import describe_random_model, open_model_folder
+from rl.tinker.base_model import BaseModelFolder, make_lora_config
 from rl.tinker.turns import FairLock, Turns
 from rl.tinker.types import (
-    MAX_SEQ_ID,
-    BaseModel,
+    BaseModelInfo,
     InvalidRequestError,
     SampleOutput,
     SampleRequest,
     UnsavedError,
-    check_range,
 )
-from rl.trainer_types import ForwardBackwardResult, OptimParams, OptimStepResult
-from rl.training.config import TrainingConfig
 from rl.training.failures import NonFiniteLossError
-from rl.training.models import ModelError, UnsavedModelError, add_adapters
-from rl.types import Completion, SamplingParams, TrainingSample
+from rl.training.models_by_id import ModelError, UnsavedModelError
+from rl.types import Completion, SamplingParams
 from rl.utils.errors import RunError
 
-ALPHA = 32.0
-"""Numerator of the products' scale, as in the official service: one learning rate fits all ranks.
-"""
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 PROBED_TOKENS = 16
 """Tokens that a model is probed with before its weights are published."""
-
-
-class Base(Configurable):
-    """Base model that a backend offers: its folder, its layout, and what clients are told of it."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        """Source of the model, its name, and the adapters that clients may ask for."""
-
-        name: str | None = None
-        """Name that clients ask for and open the tokenizer by, such as "Qwen/Qwen3-0.6B"; None: the
-        path of its folder, which needs no hub."""
-        folder: str | None = None
-        """Hugging Face folder with its tokenizer, GGUF file, package or name on the hub, as
-        `hf_assets_path` of a run; None draws a model of `flavor` from `seed`, with a byte
-        tokenizer."""
-        hf_revision: str | None = None
-        """Branch, tag or commit of a model on the hub; None takes its main branch."""
-        flavor: str = "tiny"
-        """Size of a drawn model; without effect with a folder."""
-        seed: int = 0
-        """Seed of a drawn model."""
-        batch_invariant: bool = False
-        """Use kernels whose results do not depend on the rest of the batch, so that a sampler's
-        logprobs have the bits that training computes for the same weights (docs/training.md)."""
-        float32_head: bool = False
-        """Compute logits in float32 whatever the dtype of the other products."""
-        min_lora_rank: int = 0
-        """Lowest rank that clients may ask for; 0 lets them train all parameters, with whole copies
-        of the model.
-        """
-        max_lora_rank: int = 128
-
-        def __post_init__(self) -> None:
-            check_bounds(self, "min_lora_rank", at_least=0)
-            check_bounds(self, "max_lora_rank", at_least=max(1, self.min_lora_rank))
-
-    def __init__(
-        self,
-        *,
-        config: Config,
-        training: TrainingConfig,
-        cache: str | Path,
-        context: int | None = None,
-    ) -> None:
-        """Open the model; a drawn one is written into `cache` first.
-
-        Args:
-            context: most tokens of a prompt with its completion; None: the model's positions.
-
-        Raises:
-            ValueError: the folder is incomplete or of an unsupported architecture, or a micro-batch
-                cannot hold the context.
-        """
-        # A drawn model is written to a folder like any other: training and samplers read it there.
-        cache = Path(cache).expanduser().absolute()
-        if config.folder is None:
-            spec = replace(
-                model_spec("qwen3", config.flavor), batch_invariant=config.batch_invariant
-            )
-            start = describe_random_model(cache, spec=spec, seed=config.seed)
-        else:
-            folder = resolve_assets(config.folder, cache=cache, revision=config.hf_revision)
-            start = open_model_folder(folder, spec=None, batch_invariant=config.batch_invariant)
-            if start.spec.model.has_experts:
-                raise ValueError(
-                    f"folder={config.folder!r}: must be a dense model, not a mixture of experts"
-                )
-        start.make()
-        self.folder = start.folder.expanduser().absolute()
-        self.spec: ModelSpec = replace(start.spec, float32_head=config.float32_head)
-        _, stop_token_ids = start.tokenizer()
-        context = self.spec.model.rope.max_positions if context is None else context
-        name = config.name or str(self.folder)
-        _check_room(name, context, training)
-        # A head that is tied to the embedding has no adapter of its own.
-        has_head = not self.spec.model.tie_embeddings
-        self.model = BaseModel(
-            name=name,
-            architecture=self.spec.name,
-            max_context_length=context,
-            vocab_size=self.spec.model.vocab_size,
-            tokenizer_folder=str(self.folder),
-            stop_token_ids=tuple(stop_token_ids),
-            tie_embeddings=self.spec.model.tie_embeddings,
-            min_lora_rank=config.min_lora_rank,
-            max_lora_rank=config.max_lora_rank,
-            num_parameters=_count_trained(self.spec, None),
-            num_parameters_per_rank=_count_trained(
-                self.spec, LoRA.Config(rank=1, unembedding=has_head)
-            ),
-        )
-
-
-def _count_trained(spec: ModelSpec, lora: LoRA.Config | None) -> int:
-    """Return the number of parameters that a model trains."""
-    spec, converters = add_adapters(replace(spec, batch_invariant=False), lora)
-    # On the meta device, which has shapes without memory.
-    with torch.device("meta"):
-        model = spec.model.build()
-        ModelConverters(
-            converters,
-            spec=spec,
-            degrees=ParallelismConfig().resolve_degrees(1),
-            device=torch.device("meta"),
-        ).convert(model)
-    return sum(one.numel() for one in model.parameters() if one.requires_grad)
-
-
-def _check_room(name: str, context: int, training: TrainingConfig) -> None:
-    longest = training.max_sequence_length
-    if longest is not None and longest != context:
-        raise ValueError(
-            f"training.max_sequence_length={longest}: must be None, base {name!r} sets it"
-        )
-    if training.max_tokens_per_microbatch < context - 1:
-        raise ValueError(
-            f"training.max_tokens_per_microbatch={training.max_tokens_per_microbatch}: must be at "
-            f"least {context - 1}, so that a sequence as long as the context of base {name!r} fits"
-        )
-
-
-def make_lora_config(lora: wire.LoraConfig, base: BaseModel) -> LoRA.Config:
-    """Return the adapters of a model; raise InvalidRequestError if they cannot be created."""
-    or_all = "" if base.min_lora_rank else ", unless it is 0 to train all parameters"
-    check_range(
-        f"lora_config.rank{or_all}", lora.rank, max(1, base.min_lora_rank), base.max_lora_rank
-    )
-    check_range("lora_config.seed", lora.seed, 0, MAX_SEQ_ID)
-    targets = (*(ATTENTION if lora.train_attn else ()), *(FEED_FORWARD if lora.train_mlp else ()))
-    unembedding = lora.train_unembed and not base.tie_embeddings
-    if not (targets or unembedding):
-        raise InvalidRequestError(
-            f"lora_config: train_attn=False, train_mlp=False, train_unembed={lora.train_unembed}: "
-            "nothing would have an adapter; a head that is tied to the embedding never has one"
-        )
-    # Drawn here, so that it is the same on all ranks.
-    seed = secrets.randbits(62) if lora.seed is None else lora.seed
-    return LoRA.Config(
-        rank=lora.rank, alpha=ALPHA, target_modules=targets, unembedding=unembedding, seed=seed
-    )
 
 
 class BackendLostError(RunError):
     """Processes of the backend are gone, or in an unknown state."""
 
 
-class Workers(Protocol):
-    """Trainer, publisher and generators of models by id; a `RunError` other than `ModelError` ends
-    them.
+class TinkerWorkers(EngineClient):
+    """Trainer and generators of models by id, in this process or over actors.
+
+    The methods of `EngineClient` compute on one of the models; the methods below create, save and
+    delete models, and publish and sample their weights. No two calls about a model may overlap. A
+    `RunError` other than `ModelError` ends all workers.
     """
 
     num_sequences: int
     """Sequences that several owners draw at once; 0: the owners draw one after another."""
 
-    # Calls about models, with the names and meanings of the training engine
-    # (rl/training/models.py, rl/training/engine.py). Never two at once.
+    # Models in training (`rl.training.models_by_id.TrainedModels`)
 
-    async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None: ...
+    @abstractmethod
+    async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
+        """Create a fresh model with adapters, or with None a copy of the base."""
 
+    @abstractmethod
     async def delete_model(self, model_id: str) -> None: ...
 
-    async def forward_backward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss, return_logprobs: bool, model_id: str
-    ) -> ForwardBackwardResult: ...
-
-    async def forward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss, model_id: str
-    ) -> ForwardBackwardResult: ...
-
-    async def drop_gradient(self, *, model_id: str) -> None: ...
-
-    async def optim_step(
-        self, params: OptimParams, *, allow_empty: bool, model_id: str
-    ) -> OptimStepResult: ...
-
-    async def compute_logprobs(
-        self, samples: Sequence[TrainingSample], *, model_id: str
-    ) -> list[np.ndarray]: ...
-
+    @abstractmethod
     async def save_model(self, model_id: str, folder: str, *, optimizer: bool) -> None: ...
 
+    @abstractmethod
     async def load_model(self, model_id: str, folder: str, *, optimizer: bool) -> None: ...
 
+    # Published weights, from trainer to generators
+
+    @abstractmethod
     async def push(self, *, model_id: str) -> int:
         """Return the version of the published weights; raise LimitReachedError if there is no
         room.
         """
-        ...
 
+    @abstractmethod
     async def pull(self, version: int) -> object:
         """Let all generators pull a version; no request runs meanwhile."""
-        ...
 
+    @abstractmethod
     async def forget(self, version: int) -> None:
         """Drop a version that nothing samples from any more."""
-        ...
 
+    # Generators
+
+    @abstractmethod
     async def generate_in_turns(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
     ) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
         """Return the completions, or after `interrupt` what is left to do."""
-        ...
 
+    @abstractmethod
     async def interrupt(self) -> None:
         """End the calls of `generate_in_turns` under way soon; one may be missed."""
-        ...
 
+    @abstractmethod
     async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs:
         """Return the logprobs of a prompt's tokens, and the `top_k` likeliest at each position."""
-        ...
 
+    @abstractmethod
     async def aclose(self) -> None:
         """End all workers; their calls fail."""
-        ...
 
 
 class TinkerBackend(Configurable):
-    """Calls about models run one after another; a call that is cancelled before its turn is never
-    made.
+    """Base model, and workers behind a lock and turns: all that a service needs to compute.
+
+    Calls about models in training run one after another, in blocks of `lock_trainer`; a call that
+    is cancelled before its turn is never made. Samples come from versions, which `publish` and
+    `open` return.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        base: Base.Config = field(default_factory=lambda: Base.Config(name="tiny"))
+        base: BaseModelFolder.Config = field(
+            default_factory=lambda: BaseModelFolder.Config(name="tiny")
+        )
         """The model that is offered."""
         cache: str = "~/.cache/relay"
         """Folder of a base model that is drawn from a seed."""
 
     def __init__(self, *, config: Config) -> None:
-        self._workers: Workers | None = None
-        self.base_model: BaseModel
+        self._workers: TinkerWorkers | None = None
+        self.base_model: BaseModelInfo
         self._turns: Turns
         self._num_interruptions = 0
         self._reading: asyncio.Semaphore
         """Prompts whose logprobs are computed at once, which cannot be interrupted."""
-        self._order = FairLock()
+        self._trainer_lock = FairLock()
         self._base_version: int | None = None
         self._failure: Exception | None = None
 
     @abstractmethod
-    def _open_base(self) -> Base:
+    def _open_base(self) -> BaseModelFolder:
         """Open the base model; called in a thread."""
 
     @abstractmethod
-    async def _start_workers(self, base: Base) -> Workers: ...
+    async def _start_workers(self, base: BaseModelFolder) -> TinkerWorkers: ...
 
     async def start(self) -> None:
-        """Load everything that the first call needs; raise ValueError as `Base` does, or if a field
-        does not fit.
+        """Load everything that the first call needs; raise ValueError as `BaseModelFolder`
+        does, or if a field does not fit.
         """
         base = await asyncio.to_thread(self._open_base)
         self._workers = await self._start_workers(base)
         capacity = self._workers.num_sequences
         self._turns = Turns(self._workers.pull, interrupt=self._interrupt, capacity=capacity)
         self._reading = asyncio.Semaphore(max(1, capacity // 8))
-        self.base_model = base.model
+        self.base_model = base.info
 
     async def close(self) -> None:
         """End everything; calls in progress fail. Idempotent."""
@@ -323,9 +163,19 @@ class TinkerBackend(Configurable):
             await workers.aclose()
 
     @asynccontextmanager
-    async def trainer(self, owner: str = "") -> AsyncIterator[Workers]:
-        """Lock calls about models, which never overlap; turn refusals into InvalidRequestError."""
-        async with self._order.lock_for(owner), self._translate_errors() as workers:
+    async def lock_trainer(self, owner: str = "") -> AsyncIterator[TinkerWorkers]:
+        """Lock the trainer for a block when it is the owner's turn, and yield the workers.
+
+        The block may make calls about models in training, one after another: those of
+        `EngineClient`, and `create_model` to `push` of `TinkerWorkers`. All owners wait for its
+        end, so it does nothing else, and never locks the trainer again. Refusals of the workers
+        become InvalidRequestError.
+
+        Example:
+            async with backend.lock_trainer(owner) as trainer:
+                await trainer.forward_backward(samples, loss=loss, model_id="a")
+        """
+        async with self._trainer_lock.lock_for(owner), self._translate_errors() as workers:
             yield workers
 
     # Weights to sample from, which never change: versions
@@ -337,12 +187,12 @@ class TinkerBackend(Configurable):
             LimitReachedError: there is no room for another one.
             InvalidRequestError: nothing could be sampled from the weights.
         """
-        async with self.trainer(owner) as workers:
+        async with self.lock_trainer(owner) as workers:
             return await self._push(workers, model_id)
 
     async def open(self, lora: LoRA.Config | None, folder: Path | None, owner: str = "") -> int:
         """Return the version of a folder of `save_model`, or with None that of the base model."""
-        async with self.trainer(owner) as workers:
+        async with self.lock_trainer(owner) as workers:
             if folder is not None:
                 return await self._load(workers, lora, folder)
             if self._base_version is None:
@@ -373,7 +223,7 @@ class TinkerBackend(Configurable):
         return SampleOutput(completions=completions, of_prompt=of_prompt)
 
     async def _compute_prompt_logprobs(
-        self, workers: Workers, request: SampleRequest
+        self, workers: TinkerWorkers, request: SampleRequest
     ) -> PromptLogprobs | Interrupted[PromptLogprobs]:
         """Return a prompt's logprobs, unless the turn is interrupted before they are begun."""
         # Reading a prompt is one call that cannot be interrupted: those that have not begun by then
@@ -390,9 +240,9 @@ class TinkerBackend(Configurable):
         if self._workers is not None:
             await self._workers.interrupt()
 
-    # Within the trainer's turns
+    # Blocks of `lock_trainer`
 
-    async def _push(self, workers: Workers, model_id: str) -> int:
+    async def _push(self, workers: TinkerWorkers, model_id: str) -> int:
         num_tokens = min(PROBED_TOKENS, self.base_model.max_context_length)
         tokens = np.arange(num_tokens, dtype=np.int32)
         probe = make_demonstration_sample(tokens[:1], tokens[1:])
@@ -404,7 +254,9 @@ class TinkerBackend(Configurable):
             )
         return await workers.push(model_id=model_id)
 
-    async def _load(self, workers: Workers, lora: LoRA.Config | None, folder: Path | None) -> int:
+    async def _load(
+        self, workers: TinkerWorkers, lora: LoRA.Config | None, folder: Path | None
+    ) -> int:
         """Publish saved weights, or with None fresh ones, by a model that exists only meanwhile."""
         model_id = f"loader {secrets.token_hex(4)}"
         await workers.create_model(model_id, lora)
@@ -417,7 +269,7 @@ class TinkerBackend(Configurable):
             await workers.delete_model(model_id)
 
     @asynccontextmanager
-    async def _translate_errors(self) -> AsyncIterator[Workers]:
+    async def _translate_errors(self) -> AsyncIterator[TinkerWorkers]:
         """Turn refusals into InvalidRequestError; after any other RunError nothing works any
         more.
         """

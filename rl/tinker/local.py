@@ -18,13 +18,18 @@ from rl.config.configurable import Configurable
 from rl.config.registry import resolve
 from rl.config.tree import check_bounds
 from rl.local import LocalBackend
-from rl.tinker.backend import Base, TinkerBackend, Workers
+from rl.tinker.backend import TinkerBackend, TinkerWorkers
+from rl.tinker.base_model import BaseModelFolder
 from rl.tinker.compat import call_before_threads_end, keep_clients_direct
-from rl.tinker.serving import ServerThread
+from rl.tinker.http_server import ServerThread
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.utils.processes import use_threads
 from rl.utils.proxies import allow_loopback
+
+
+class LocalWorkers(LocalBackend, TinkerWorkers):
+    """Threads of this process, which train and sample models by id."""
 
 
 class LocalTinkerBackend(TinkerBackend):
@@ -50,16 +55,16 @@ class LocalTinkerBackend(TinkerBackend):
         super().__init__(config=config)
         self.config = config
 
-    def _open_base(self) -> Base:
+    def _open_base(self) -> BaseModelFolder:
         config = self.config
-        base: Base = config.base.build(training=config.training, cache=config.cache)
+        base: BaseModelFolder = config.base.build(training=config.training, cache=config.cache)
         return base
 
-    async def _start_workers(self, base: Base) -> Workers:
+    async def _start_workers(self, base: BaseModelFolder) -> TinkerWorkers:
         config = self.config
 
-        def start() -> LocalBackend:
-            return LocalBackend(
+        def start() -> LocalWorkers:
+            return LocalWorkers(
                 TrainingEngine.Config(training=config.training),
                 spec=base.spec,
                 hf_assets_path=str(base.folder),

@@ -1,5 +1,4 @@
-"""Who computes next: turns of the owners at the trainer, and of owners and snapshots at the
-generators.
+"""Lock around the trainer (`FairLock`), and queue in front of the generators (`Turns`).
 
 The generators hold one snapshot at a time. Requests of a snapshot run at once, and a request for
 another snapshot waits until they have ended. This holds for the requests of one owner. Between
@@ -178,7 +177,7 @@ class Turns:
         self._join(owner)
         try:
             while True:
-                done = await self._wait_and_run(request, work)
+                done = await self._run_in_turn(request, work)
                 if not isinstance(done, Interrupted):
                     return done
                 work = done.resume
@@ -190,7 +189,7 @@ class Turns:
             if not self._active[owner]:
                 del self._active[owner]
 
-    async def _wait_and_run(
+    async def _run_in_turn(
         self, request: _Request, work: Callable[[], Awaitable[T | Interrupted[T]]]
     ) -> T | Interrupted[T]:
         # An interrupted request is older than those that have not started.
@@ -247,39 +246,57 @@ class Turns:
     # Turns
 
     def _start_ready(self) -> None:
-        """Start what can start."""
+        """Start the waiting requests that may run now, if any."""
         self._drop_cancelled()
+        # A change of versions and an interruption start what is ready when they have ended.
         if self._change is not None or not self._waiting:
             return
-        owners = sorted(
-            self._waiting, key=lambda one: (self._used_s[one], self._waiting[one][0].number)
-        )
-        is_late = bool(self._running)
-        if is_late:
-            # A turn runs: requests for its weights join it, and each owner's come in order.
-            for owner in owners:
-                while (own := self._waiting.get(owner)) and self._has_room(own[0]):
-                    self._start(own[0], is_late=is_late)
+        if self._running:
+            self._fill_turn()
         else:
-            version = self._waiting[owners[0]][0].version
-            if self._paid_by is not None and self._waits_for(self._version):
-                # The weights were changed for this owner, who may be ahead of another one by the
-                # time that the change took: without a turn now they would be changed back.
-                assert self._version is not None
-                version = self._version
-                owners.sort(key=lambda one: one != self._paid_by)
-            self._paid_by = None
-            if version != self._version:
-                self._begin_change(self._switch(version, owners[0]))
-                return
-            self._began_s = asyncio.get_running_loop().time()
-            # Only here may requests overtake older ones of their owner for other versions.
-            for owner in owners:
-                for request in self._find_waiting(owner, version):
-                    if not self._has_room(request):
-                        break
-                    self._start(request, is_late=is_late)
+            self._begin_turn()
         self._schedule_end()
+
+    def _fill_turn(self) -> None:
+        """Start requests for the weights of the running turn; those of each owner keep their
+        order.
+        """
+        for owner in self._sort_waiting_owners():
+            while (own := self._waiting.get(owner)) and self._has_room(own[0]):
+                self._start(own[0], is_late=True)
+
+    def _begin_turn(self) -> None:
+        """Begin a turn for the owner who has used the generators least, or first change their
+        version for this owner.
+        """
+        owners = self._sort_waiting_owners()
+        version = self._waiting[owners[0]][0].version
+        if self._paid_by is not None and self._waits_for(self._version):
+            # The weights were changed for this owner, who may be ahead of another one by the time
+            # that the change took: without a turn now they would be changed back.
+            assert self._version is not None
+            version = self._version
+            owners.sort(key=lambda owner: owner != self._paid_by)
+        self._paid_by = None
+        if version != self._version:
+            self._begin_change(self._switch(version, owners[0]))
+            return
+
+        self._began_s = asyncio.get_running_loop().time()
+        # Only here may requests overtake older ones of their owner for other versions.
+        for owner in owners:
+            for request in self._find_waiting(owner, version):
+                if not self._has_room(request):
+                    break
+                self._start(request, is_late=False)
+
+    def _sort_waiting_owners(self) -> list[str]:
+        """Return the owners of waiting requests: who has used the generators least comes first, and
+        of two who are equal the owner of the older request.
+        """
+        return sorted(
+            self._waiting, key=lambda owner: (self._used_s[owner], self._waiting[owner][0].number)
+        )
 
     def _find_waiting(self, owner: str, version: int) -> list[_Request]:
         """Return an owner's waiting requests for a version, oldest first."""
@@ -329,26 +346,29 @@ class Turns:
                 self._leave(request)
 
     def _schedule_end(self) -> None:
-        """Look whether to interrupt once the turn has had its time."""
+        """Schedule a look at whether the turn is over (`_end_turn_if_over`)."""
         if not self._running:
             return
         loop, at_s = asyncio.get_running_loop(), self._began_s + LONGEST_TURN_S
         if self._waiting or len(self._num_sequences) > 1:
-            at_s = min(at_s, max(self._end_s(), loop.time() + AGAIN_S))
+            at_s = min(at_s, max(self._compute_end_s(), loop.time() + AGAIN_S))
         if self._timer is not None:
             # An earlier look plans the next one itself.
             if self._timer.when() <= at_s:
                 return
             self._timer.cancel()
-        self._timer = loop.call_at(at_s, self._end_turn)
+        self._timer = loop.call_at(at_s, self._end_turn_if_over)
 
-    def _end_s(self) -> float:
-        """Return the time at which the turn may end."""
+    def _compute_end_s(self) -> float:
+        """Return the earliest time at which the turn may end for another owner."""
         return self._began_s + max(
             self._switch_s, TURN_S * max(one.patience for one in self._running)
         )
 
-    def _end_turn(self) -> None:
+    def _end_turn_if_over(self) -> None:
+        """Interrupt the running requests if an owner who waits is far enough behind; else look
+        again later.
+        """
         self._timer = None
         self._charge()
         if self._change is not None or not self._running:
@@ -356,14 +376,15 @@ class Turns:
         # An owner who joined late may wait inside the engine, behind the owner who began the turn.
         late = {one.owner for one in self._running if one.is_late}
         now_s = asyncio.get_running_loop().time()
-        is_over = now_s >= self._end_s() and any(map(self._is_behind, {*self._waiting, *late}))
+        may_end = now_s >= self._compute_end_s()
+        is_over = may_end and any(map(self._is_behind, {*self._waiting, *late}))
         if is_over or now_s >= self._began_s + LONGEST_TURN_S:
             self._begin_change(self._interrupt_all())
         else:
             self._schedule_end()
 
     def _begin_change(self, change: Awaitable[None]) -> None:
-        async def run() -> None:
+        async def change_and_start() -> None:
             try:
                 await change
             finally:
@@ -372,7 +393,7 @@ class Turns:
                 self._change = None
                 self._start_ready()
 
-        self._change = asyncio.create_task(run(), name="change of turns")
+        self._change = asyncio.create_task(change_and_start(), name="change of turns")
 
     async def _switch(self, version: int, owner: str) -> None:
         began_s, self._version = asyncio.get_running_loop().time(), None

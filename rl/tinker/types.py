@@ -118,7 +118,7 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BaseModel:
+class BaseModelInfo:
     """A model that a backend offers, with the bounds that requests are checked against."""
 
     name: str
@@ -186,7 +186,7 @@ class SampleOutput:
         return of_completions + (0 if self.of_prompt is None else self.of_prompt.num_bytes)
 
 
-def check_base(base: BaseModel, name: str | None) -> None:
+def check_base(base: BaseModelInfo, name: str | None) -> None:
     """Raise InvalidRequestError unless the name is that of the server's base model."""
     if name != base.name:
         raise InvalidRequestError(f"base_model={name!r:.100}: must be {base.name!r}")

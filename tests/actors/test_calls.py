@@ -8,12 +8,17 @@ import pytest
 
 from actors.cluster.group import ActorGroup
 from actors.config import Timeouts
+from actors.generator import VLLMGenerator
 from actors.launch.calls import (
     ActorCallError,
     ActorLostError,
     ActorTimeoutError,
 )
+from actors.launch.compat import get_endpoint_name
 from actors.launch.member import LogSettings
+from actors.reward import RewardActor
+from actors.tinker import TinkerTrainer
+from actors.trainer import PolicyTrainer
 from rl.utils.errors import RunError
 from rl.utils.processes import identify
 from tests.support.call_actors import Answerer
@@ -50,6 +55,17 @@ def called(meshes, group):
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize("actor", [PolicyTrainer, TinkerTrainer, VLLMGenerator, RewardActor])
+def test_endpoints_of_an_actor_have_its_methods_names(actor):
+    endpoints = {
+        name: value for name in dir(actor) if hasattr(value := getattr(actor, name), "_propagator")
+    }
+    assert {"setup", "close"} <= endpoints.keys()
+    assert {name: get_endpoint_name(value) for name, value in endpoints.items()} == {
+        name: name for name in endpoints
+    }
+
+
 def test_answers_come_in_rank_order(called):
     assert called("add", 2, second=3) == [(0, 5), (1, 5)]
 

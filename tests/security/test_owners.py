@@ -27,8 +27,8 @@ from rl.tinker.service.futures import (
     INLINE_BYTES,
     REQUEST_BYTES,
     SMALL_BYTES,
+    AcceptedRequest,
     Futures,
-    PendingRequest,
     encode_message,
 )
 from rl.tinker.service.service import Ttl
@@ -382,10 +382,10 @@ async def test_results_that_are_dropped_leave_the_memory(client):
     await client.result(f"{model}:0")
     for seq_id in range(1, 20):
         await client.loss(client.add(model, seq_id, *range(90)))
-    assert f"{model}:1" not in client.service._parts.futures
+    assert f"{model}:1" not in client.service._futures
     gc.collect()
-    kept = [one for one in gc.get_objects() if isinstance(one, PendingRequest)]
-    assert len(kept) == len(client.service._parts.futures._requests)
+    kept = [one for one in gc.get_objects() if isinstance(one, AcceptedRequest)]
+    assert len(kept) == len(client.service._futures._requests)
 
 
 @service_test(virtual=False)
@@ -415,12 +415,9 @@ async def test_errors_repeat_little_of_a_request_and_what_is_kept_is_counted(cli
         assert len(str(error.value)) < 2100
         if seq_id > 12:
             assert len((await client.failure(f"{model}:{seq_id}")).error) < 2100
-    held = client.service._parts.futures._held[client.owner]
+    held = client.service._futures._held[client.owner]
     assert held.result_bytes <= 10 * (SMALL_BYTES + 4000)
-    assert (
-        sum(len(one.result.body) for one in client.service._parts.futures._requests.values())
-        < 50_000
-    )
+    assert sum(len(one.result.body) for one in client.service._futures._requests.values()) < 50_000
 
 
 @service_test(virtual=False)
@@ -502,12 +499,12 @@ async def test_all_keys_together_hold_a_bounded_number_of_bytes_and_each_has_a_s
 async def test_refused_keys_leave_no_accounts_that_lower_the_share_of_others():
     futures = Futures(Limits(all_held_bytes=8 * REQUEST_BYTES))
     for number in range(7):
-        futures.begin(f"mine:{number}", owner=ME)
-    futures.begin("yours:0", owner=YOU)
+        futures.accept(f"mine:{number}", owner=ME)
+    futures.accept("yours:0", owner=YOU)
     for number in range(50):
         with pytest.raises(BusyError, match="limit all_held_bytes"):
-            futures.begin("refused", owner=f"stranger {number}", num_bytes=4 * REQUEST_BYTES)
-    futures.begin("yours:1", owner=YOU)
+            futures.accept("refused", owner=f"stranger {number}", num_bytes=4 * REQUEST_BYTES)
+    futures.accept("yours:1", owner=YOU)
 
 
 @service_test(all_state_bytes=19_500_000)
@@ -572,7 +569,7 @@ async def test_a_session_remembers_a_bounded_number_of_samplers_and_failed_model
         client.backend.fail("create_model", InvalidRequestError("no"))
         await client.failure(f"{client.model(session=session, number=number)}:0")
         await settled()
-    assert len(found.models) <= KEPT + 2
+    assert len(found.streams) <= KEPT + 2
 
 
 @service_test()
@@ -591,7 +588,7 @@ async def test_metadata_have_a_limit(client):
 async def test_lists_of_many_checkpoints_do_not_stop_the_server(tmp_path, monkeypatch):
     async with running_service(tmp_path) as client:
         await client.saved(await client.trained(), 3, "a")
-        storage = client.service._parts.storage
+        storage = client.service._storage
         checkpoints = storage.list_checkpoints
 
         def slow(*model_ids: str) -> Any:

@@ -23,13 +23,13 @@ import pytest
 from starlette.responses import Response
 from tinker.proto import tinker_public_pb2 as pb
 
-from rl.tinker import serving
+from rl.tinker import http_server
 from rl.tinker.auth import AccessGuard, Keys
-from rl.tinker.backend import Base
+from rl.tinker.base_model import BaseModelFolder
+from rl.tinker.http_server import TinkerServer, listen, lock_storage, serve
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.service.futures import REQUEST_BYTES
 from rl.tinker.service.service import Service
-from rl.tinker.serving import TinkerServer, listen, lock_storage, serve
 from rl.tinker.types import Limits
 from rl.tinker.wire.codec import PROTOBUF
 from tests.support.fake_tinker import FakeBackend, message, service_test
@@ -160,7 +160,7 @@ def test_new_storage_folder_is_for_its_user_only(tmp_path):
 def test_server_without_keys_and_with_a_folder_of_everybody_warns(tmp_path, capsys):
     storage = tmp_path / "storage"
     storage.mkdir(mode=0o755)
-    backend = LocalTinkerBackend.Config(base=Base.Config(folder=str(tmp_path / "none")))
+    backend = LocalTinkerBackend.Config(base=BaseModelFolder.Config(folder=str(tmp_path / "none")))
     config = TinkerServer.Config(backend=backend, port=0, storage_folder=str(storage))
     with pytest.raises(ValueError, match="none"):
         config.build().run()
@@ -207,8 +207,8 @@ async def is_closed(reader, writer):
 
 def test_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
     service, given_back = fake_service(tmp_path), itertools.count()
-    monkeypatch.setattr(serving, "MEMORY_S", 0.01)
-    monkeypatch.setattr(serving, "give_back_freed_memory", partial(next, given_back))
+    monkeypatch.setattr(http_server, "MEMORY_S", 0.01)
+    monkeypatch.setattr(http_server, "give_back_freed_memory", partial(next, given_back))
 
     async def wait_for_one():
         before = next(given_back)
@@ -226,15 +226,15 @@ def test_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
     async def scenario():
         gc.freeze()  # collections look at what is made here only
         body = weakref.ref(Body())
-        giving_back = asyncio.create_task(serving.give_back_memory(service))
+        giving_back = asyncio.create_task(http_server.give_back_memory(service))
         await wait_for_one()
         assert body() is None
-        request = service._parts.futures.begin("a:1", owner="me")
+        request = service._futures.accept("a:1", owner="me")
         await asyncio.sleep(1)  # one may be under way
         before = next(given_back)
         await asyncio.sleep(0.2)
         assert next(given_back) == before + 1
-        service._parts.futures.fail(request, "it was cancelled")
+        service._futures.fail(request, "it was cancelled")
         await wait_for_one()
         giving_back.cancel()
 
@@ -248,7 +248,7 @@ def test_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
 
 def test_answer_that_nobody_takes_closes_its_connection(tmp_path, monkeypatch):
     async def scenario():
-        monkeypatch.setattr(serving, "WRITE_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(http_server, "WRITE_TIMEOUT_S", 0.2)
         async with served(fake_service(tmp_path)) as connect:
             _, writer = await connect()
             writer.transport.pause_reading()

@@ -31,7 +31,7 @@ from rl.tinker.auth import Keys
 from rl.tinker.service.futures import Result
 from rl.tinker.service.service import Service
 from rl.tinker.types import (
-    BaseModel,
+    BaseModelInfo,
     LimitReachedError,
     Limits,
     ModelSettings,
@@ -49,7 +49,7 @@ KEYS = {Keys().find_owner(key.encode()) or "": key for key in ("tml-me", "tml-yo
 """API key of each owner."""
 ME, YOU = KEYS
 DEADLINE_S = 30
-BASE = BaseModel(
+BASE = BaseModelInfo(
     name="tiny",
     architecture="number",
     max_context_length=100,
@@ -95,7 +95,7 @@ class FakeBackend:
         self.is_open = False
 
     @asynccontextmanager
-    async def trainer(self, owner: str = "") -> AsyncIterator[FakeBackend]:
+    async def lock_trainer(self, owner: str = "") -> AsyncIterator[FakeBackend]:
         yield self
 
     async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:

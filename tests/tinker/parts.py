@@ -10,7 +10,8 @@ import numpy as np
 from tinker import AdamParams, LoraConfig
 
 from rl.models.spec import ModelSpec
-from rl.tinker.backend import Base, TinkerBackend, make_lora_config
+from rl.tinker.backend import TinkerBackend
+from rl.tinker.base_model import BaseModelFolder, make_lora_config
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.types import Datum, ModelSettings, SampleOutput, SampleRequest
 from rl.tinker.wire.codec import check_sample
@@ -44,10 +45,10 @@ def base_config(
     tie: bool = True,
     spec: ModelSpec | None = None,
     batch_invariant: bool = False,
-) -> Base.Config:
+) -> BaseModelFolder.Config:
     if not folder.exists():
         write_assets(folder, tie=tie, spec=spec)
-    return Base.Config(name=name, folder=str(folder), batch_invariant=batch_invariant)
+    return BaseModelFolder.Config(name=name, folder=str(folder), batch_invariant=batch_invariant)
 
 
 def local_backend(folder: Path, **options: Any) -> LocalTinkerBackend:
@@ -95,17 +96,17 @@ def random_data(count: int, *, seed: int, policy: bool = False, vocab: int = 256
 
 async def create(backend: TinkerBackend, model_id: str, made: ModelSettings) -> None:
     adapters = None if made.lora is None else make_lora_config(made.lora, backend.base_model)
-    async with backend.trainer() as trainer:
+    async with backend.lock_trainer() as trainer:
         await trainer.create_model(model_id, adapters)
 
 
 async def save(backend: TinkerBackend, model_id: str, folder: Path, *, optimizer: bool) -> None:
-    async with backend.trainer() as trainer:
+    async with backend.lock_trainer() as trainer:
         await trainer.save_model(model_id, str(folder), optimizer=optimizer)
 
 
 async def load(backend: TinkerBackend, model_id: str, folder: Path, *, optimizer: bool) -> None:
-    async with backend.trainer() as trainer:
+    async with backend.lock_trainer() as trainer:
         await trainer.load_model(model_id, str(folder), optimizer=optimizer)
 
 
@@ -123,7 +124,7 @@ async def add_gradient(
     backward: bool = True,
 ) -> Output:
     made, built = make_samples(data, loss, backend.base_model), loss.build({})
-    async with backend.trainer() as trainer:
+    async with backend.lock_trainer() as trainer:
         if backward:
             result = await trainer.forward_backward(
                 made.samples, loss=built, return_logprobs=True, model_id=model_id
@@ -136,7 +137,7 @@ async def add_gradient(
 async def step(backend: TinkerBackend, model_id: str, **adam: Any) -> float:
     """Step and return the norm of the gradient."""
     params = check_optim_params(AdamParams(**{"learning_rate": 1e-2} | adam))
-    async with backend.trainer() as trainer:
+    async with backend.lock_trainer() as trainer:
         return (await trainer.optim_step(params, allow_empty=True, model_id=model_id)).grad_norm
 
 
@@ -163,7 +164,7 @@ async def created(
 
 
 def request(base: Any, tokens: list[int], **how: Any) -> SampleRequest:
-    """Check a call against a `BaseModel`; 8 tokens with seed 3 by default."""
+    """Check a call against a `BaseModelInfo`; 8 tokens with seed 3 by default."""
     return check_sample(prompt(*tokens, **({"max_tokens": 8, "seed": 3} | how)), base)
 
 

@@ -21,7 +21,7 @@ from rl.tinker.types import InvalidRequestError, UnsavedError
 from rl.tinker.wire.datums import MIN_EPS
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
-from rl.training.models import check_config
+from rl.training.models_by_id import check_config
 from tests.tinker.parts import (
     NAME,
     PPO,

@@ -10,7 +10,7 @@ import pytest
 
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import CISPOLoss, DROLoss, GSPOLoss, ImportanceSamplingLoss, PPOLoss
-from rl.tinker.types import BaseModel, Datum, InvalidRequestError
+from rl.tinker.types import BaseModelInfo, Datum, InvalidRequestError
 from rl.tinker.wire import datums
 from rl.tinker.wire.datums import find_loss, make_samples
 from tests.tinker.parts import datum
@@ -69,7 +69,7 @@ def test_invalid_setting_of_a_loss_is_named(name, settings, says):
 
 # Data
 
-RULES = BaseModel(
+RULES = BaseModelInfo(
     name="tiny", architecture="none", max_context_length=9, vocab_size=100, tokenizer_folder=""
 )
 CROSS_ENTROPY = find_loss("cross_entropy")

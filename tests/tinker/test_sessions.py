@@ -39,7 +39,7 @@ async def test_finished_session_frees_its_models_and_samplers_and_fails_what_wai
     assert await client.loss(running) == 2
     await asyncio.sleep(1)
     assert client.backend.weights == client.backend.published == {}
-    assert [one.models for one in client.service.sessions._sessions.values()] == [{}]
+    assert [one.streams for one in client.service.sessions._sessions.values()] == [{}]
 
 
 @service_test(session_timeout_s=60)
@@ -48,7 +48,7 @@ async def test_idle_session_ends_and_any_call_keeps_it_alive(client):
     session = model.partition(":")[0]
     for call in (
         lambda: client.service.sessions.find_live(session, ME),
-        lambda: client.service.training.find_live(model, ME),
+        lambda: client.service.training.find_live_stream(model, ME),
         lambda: client.add(model, 1, 1),
         lambda: client.now(client.service.retrieve, f"{model}:1", wait_s=0),
     ):
@@ -72,10 +72,10 @@ async def test_session_belongs_to_its_owner_alone(client):
         lambda: stranger.finish(mine),
         lambda: stranger.model(session=mine, number=1),
         lambda: stranger.add(model, 1, 1),
-        lambda: service.training.find_live(model, YOU),
+        lambda: service.training.find_live_stream(model, YOU),
         lambda: stranger.base_sampler(session=mine),
         lambda: service.sampling.find_source("nobody", ME),
-        lambda: service.training.find_live("nobody:train:0", ME),
+        lambda: service.training.find_live_stream("nobody:train:0", ME),
         lambda: service.sessions.find_live(f"{mine}0", ME),
         lambda: service.sessions.find_live("\n", ME),
     ):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tinker import types as wire
 
-from rl.tinker.backend import make_lora_config
+from rl.tinker.base_model import make_lora_config
 from rl.tinker.types import GoneError, InvalidRequestError, NotFoundError
 from rl.tinker.wire.datums import check_optim_params
 from rl.trainer_types import OptimParams
@@ -29,7 +29,7 @@ async def test_model_is_created_once_with_the_id_that_clients_derive(client):
     assert client.model(session=session, number=4, rank=0) == model
     assert model == f"{session}:train:4"
     assert (await client.result(f"{model}:0")).model_id == model
-    assert client.service.training.find_live(model, ME).settings == LORA
+    assert client.service.training.find_live_stream(model, ME).settings == LORA
     assert client.backend.names("delete_model") == ["create_model"]
 
 
@@ -80,7 +80,7 @@ async def test_model_from_a_checkpoint_has_its_settings_and_weights(client):
 
     loaded = await client.result(create(0, path, "tiny"))
     assert (loaded.path, loaded.model_id) == (path, f"{session}:train:0")
-    assert client.service.training.find_live(loaded.model_id, ME).settings == LORA
+    assert client.service.training.find_live_stream(loaded.model_id, ME).settings == LORA
     assert client.backend.weights[loaded.model_id] == -5
     assert client.backend.calls[-2:] == ["create_model 0", "load_model 0 optimizer=True"]
     client.backend.fail("load_model", RuntimeError("bad file"))

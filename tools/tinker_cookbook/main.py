@@ -23,9 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rl.tinker.backend import Base
+from rl.tinker.base_model import BaseModelFolder
+from rl.tinker.http_server import ServerThread
 from rl.tinker.local import LocalTinkerBackend, make_backend
-from rl.tinker.serving import ServerThread
 from rl.utils.compat import exit_process
 from rl.utils.proxies import make_loopback_exemption
 from tools.setup_env import Environment, InstallError, Refusal
@@ -191,7 +191,7 @@ def run_all(names: Sequence[str], *, model: str, deadline_s: float) -> int:
         (site_packages,) = (ROOT / VENV / "lib").glob("python*/site-packages")
         recipes = chosen(all_recipes(site_packages / EXAMPLE_DATA), names)
         backend = LocalTinkerBackend.Config(
-            base=Base.Config(folder=str(make_base_model(CACHE)))
+            base=BaseModelFolder.Config(folder=str(make_base_model(CACHE)))
         ).build()
     folder = CACHE / "run"
     shutil.rmtree(folder, ignore_errors=True)

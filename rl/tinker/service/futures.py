@@ -1,4 +1,12 @@
-"""Requests, from acceptance until their results are dropped, and the service's background tasks."""
+"""Accepted requests and their results, and the service's background tasks.
+
+    accept      counts a request's bytes against the limits, and enters it into the table
+    complete    does its work, and stores the encoded answer or the failure
+    retrieve    waits for the result, as often as the client asks
+    _drop       removes the result, after `limits.result_kept_s` or for newer results
+
+Requests about a model wait for their turn between the first two (streams.py).
+"""
 
 from __future__ import annotations
 
@@ -53,6 +61,8 @@ class Result:
 
 
 Answer: TypeAlias = Result | pydantic.BaseModel
+Work: TypeAlias = Callable[[], Awaitable[Answer]]
+"""Work of a request, which `Futures.complete` does."""
 
 
 async def encode_message(make: Callable[[], Message], *, num_bytes: int) -> Result:
@@ -71,8 +81,8 @@ def _encode_json(answer: pydantic.BaseModel, error: str | None = None) -> Result
 
 
 @dataclass(slots=True, eq=False)
-class PendingRequest:
-    """Accepted request, from its submission until its result is dropped."""
+class AcceptedRequest:
+    """Entry of a request in the table, from its acceptance until its result is dropped."""
 
     request_id: str
     owner: str
@@ -100,7 +110,7 @@ class Futures:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._requests: dict[str, PendingRequest] = {}
+        self._requests: dict[str, AcceptedRequest] = {}
         self._held: dict[str, _Held] = {}
         """Accounts of the owners who have a request or a result; the number of owners divides what
         they share.
@@ -117,17 +127,19 @@ class Futures:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def begin(
+    def accept(
         self, request_id: str, *, owner: str, num_bytes: int = 0, unblocks: bool = False
-    ) -> PendingRequest:
+    ) -> AcceptedRequest:
         """Accept a request; raise BusyError at `limits.all_held_bytes`, unless it `unblocks` others
         that wait, or its owner has less than a share.
         """
         if self._closed:
             raise GoneError(_CLOSED)
         # A refusal opens no account, which would lower the share of the others.
-        held, most = self._held.get(owner, _Held()), self._limits.all_held_bytes
+        held = self._held.get(owner, _Held())
         num_bytes += REQUEST_BYTES
+
+        most = self._limits.all_held_bytes
         share = most // len(self._held.keys() | {owner})
         is_full = self._all.waiting_bytes + num_bytes > most
         has_share = held.waiting_bytes + num_bytes > share
@@ -136,18 +148,22 @@ class Futures:
             raise BusyError(
                 f"limit all_held_bytes: the requests of all keys that wait have {most} bytes; wait"
             )
+
         self._all.waiting_bytes += num_bytes
         held.waiting_bytes += num_bytes
         self._held[owner] = held
-        request = PendingRequest(request_id=request_id, owner=owner, num_bytes=num_bytes)
+        request = AcceptedRequest(request_id=request_id, owner=owner, num_bytes=num_bytes)
         self._requests[request_id] = request
         return request
 
-    async def run(self, request: PendingRequest, work: Callable[[], Awaitable[Answer]]) -> None:
-        """Do a request's work; an exception becomes a RequestFailedResponse."""
+    async def complete(self, request: AcceptedRequest, work: Work) -> None:
+        """Do a request's work and store the answer; an exception becomes a
+        RequestFailedResponse.
+        """
         try:
             answer = await work()
-            self._finish(request, answer if isinstance(answer, Result) else _encode_json(answer))
+            result = answer if isinstance(answer, Result) else _encode_json(answer)
+            self._store_result(request, result)
         except UnsavedError as error:
             log.error("request %s: %s", request.request_id, error)
             self.fail(request, str(error), wire.RequestErrorCategory.Server)
@@ -164,7 +180,7 @@ class Futures:
 
     def fail(
         self,
-        request: PendingRequest,
+        request: AcceptedRequest,
         error: str,
         category: wire.RequestErrorCategory = wire.RequestErrorCategory.User,
     ) -> None:
@@ -172,10 +188,10 @@ class Futures:
         if request.result is None:
             error = truncate(error)
             answer = wire.RequestFailedResponse(error=error, category=category)
-            self._finish(request, _encode_json(answer, error))
+            self._store_result(request, _encode_json(answer, error))
 
-    def _finish(self, request: PendingRequest, result: Result) -> None:
-        """Set a request's result, unless it has one."""
+    def _store_result(self, request: AcceptedRequest, result: Result) -> None:
+        """Store a request's result, unless it has one, and wake those who wait for it."""
         if request.result is not None:
             return
         # Without its task, which would keep the request's data in memory.
@@ -222,7 +238,7 @@ class Futures:
             if request.task is not None and request.request_id.startswith(f"{session_id}:"):
                 self._cancel(request, request.task, error)
 
-    def _cancel(self, request: PendingRequest, task: asyncio.Task[None], error: str) -> None:
+    def _cancel(self, request: AcceptedRequest, task: asyncio.Task[None], error: str) -> None:
         # A task that has not begun would not report its cancellation.
         self.fail(request, error)
         task.cancel()
@@ -235,7 +251,7 @@ class Futures:
         for request in self._requests.values():
             request.done.set()
 
-    def _find(self, request_id: str) -> PendingRequest:
+    def _find(self, request_id: str) -> AcceptedRequest:
         request = self._requests.get(request_id)
         if request is None:
             raise GoneError(
@@ -248,7 +264,7 @@ class Futures:
     def _drop_oldest(self, held: _Held) -> None:
         self._drop(self._requests[next(iter(held.results))])
 
-    def _drop(self, request: PendingRequest) -> None:
+    def _drop(self, request: AcceptedRequest) -> None:
         held = self._held.get(request.owner, _Held())
         num_bytes = held.results.pop(request.request_id, None)
         if num_bytes is not None:

@@ -16,11 +16,17 @@ from typing import TypeAlias
 
 from tinker import types as wire
 
-from rl.tinker.backend import make_lora_config
-from rl.tinker.service.futures import SMALL_BYTES, Result, encode_message
-from rl.tinker.service.parts import Parts
-from rl.tinker.service.sessions import KEPT, Session
-from rl.tinker.service.storage import Stored
+from rl.tinker.backend import TinkerBackend
+from rl.tinker.base_model import make_lora_config
+from rl.tinker.service.futures import (
+    SMALL_BYTES,
+    Background,
+    Futures,
+    Result,
+    encode_message,
+)
+from rl.tinker.service.sessions import KEPT, Session, Sessions
+from rl.tinker.service.storage import Storage, Stored
 from rl.tinker.service.streams import ModelStream
 from rl.tinker.types import (
     Future,
@@ -28,6 +34,7 @@ from rl.tinker.types import (
     Id,
     InvalidRequestError,
     LimitReachedError,
+    Limits,
     ModelSettings,
     NotFoundError,
     Owner,
@@ -68,8 +75,18 @@ Source: TypeAlias = Weights | Stored | None
 class OpenWeights:
     """The weights that are open, and when to close them."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(
+        self,
+        *,
+        backend: TinkerBackend,
+        sessions: Sessions,
+        background: Background,
+        limits: Limits,
+    ) -> None:
+        self._backend = backend
+        self._sessions = sessions
+        self._background = background
+        self._limits = limits
         self._open: dict[str, Weights] = {}
         """Weights by key, least recently used first."""
 
@@ -85,7 +102,7 @@ class OpenWeights:
         while not version.done():
             self.make_room(owner, num_bytes)
             try:
-                version.set_result(await self._parts.backend.publish(model.model_id, owner))
+                version.set_result(await self._backend.publish(model.model_id, owner))
             except LimitReachedError as error:
                 closing = self._close_oldest(owner, str(error))
                 if closing is None:
@@ -107,18 +124,18 @@ class OpenWeights:
     def _start_opening(self, key: str, stored: Stored | None, owner: str) -> Weights:
         if stored is None:
             # The base model belongs to nobody, so nobody's limit counts it.
-            opening = self._parts.backend.open(None, None, owner)
-            version = self._parts.background.start(opening, f"opening of {key}")
+            opening = self._backend.open(None, None, owner)
+            version = self._background.start(opening, f"opening of {key}")
             return Weights(key, None, version)
 
         settings = stored.record.settings
         adapters = None
         if settings.lora is not None:
-            adapters = make_lora_config(settings.lora, self._parts.backend.base_model)
+            adapters = make_lora_config(settings.lora, self._backend.base_model)
         num_bytes = self._count_bytes(settings)
         self.make_room(owner, num_bytes)
-        opening = self._parts.backend.open(adapters, stored.data, owner)
-        version = self._parts.background.start(opening, f"opening of {key}")
+        opening = self._backend.open(adapters, stored.data, owner)
+        version = self._background.start(opening, f"opening of {key}")
         return Weights(key, owner, version, num_bytes)
 
     def make_room(self, owner: str, num_bytes: int) -> None:
@@ -127,7 +144,7 @@ class OpenWeights:
         Raises:
             LimitReachedError: there is none, and all weights that could make room are in use.
         """
-        most = self._parts.limits.most_state_bytes
+        most = self._limits.most_state_bytes
         while num_bytes:
             bytes_by_owner = self._sum_state_bytes()
             if bytes_by_owner.total() + num_bytes <= most:
@@ -144,7 +161,7 @@ class OpenWeights:
     def _sum_state_bytes(self) -> Counter[str]:
         """Return the bytes of models and open weights by owner."""
         bytes_by_owner: Counter[str] = Counter()
-        for model in self._parts.sessions.list_all_streams():
+        for model in self._sessions.list_all_streams():
             bytes_by_owner[model.owner] += model.num_bytes
         for one in self._open.values():
             bytes_by_owner[one.owner or ""] += one.num_bytes  # 0 of the base model's
@@ -152,7 +169,7 @@ class OpenWeights:
 
     def _count_bytes(self, settings: ModelSettings) -> int:
         """Return the bytes of a snapshot of a model's trained weights."""
-        return 4 * self._parts.backend.base_model.count_trained(settings.lora)
+        return 4 * self._backend.base_model.count_trained(settings.lora)
 
     def acquire(self, weights: Weights) -> None:
         """Keep weights open until `release`, and mark them as the most recently used."""
@@ -180,7 +197,7 @@ class OpenWeights:
         return None
 
     def _close_surplus(self, owner: str | None) -> None:
-        most = self._parts.limits.samplers
+        most = self._limits.samplers
         why = (
             f"only the {most} most recently used weights stay open (limit samplers); save the "
             "weights under a name to keep them"
@@ -213,21 +230,33 @@ class OpenWeights:
             # Weights may be closed while they open, and only an open version can be forgotten.
             await asyncio.wait([weights.version])
             if not weights.could_not_open:
-                await self._parts.backend.forget(weights.version.result())
+                await self._backend.forget(weights.version.result())
 
-        return self._parts.background.start(forget(), f"closing of {weights.key}")
+        return self._background.start(forget(), f"closing of {weights.key}")
 
 
 class SamplingSessions:
     """Calls about sampling sessions, each of which samples from one source."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self.weights = OpenWeights(parts)
+    def __init__(
+        self,
+        *,
+        backend: TinkerBackend,
+        storage: Storage,
+        sessions: Sessions,
+        futures: Futures,
+        background: Background,
+        weights: OpenWeights,
+    ) -> None:
+        self.weights = weights
+        self._backend = backend
+        self._storage = storage
+        self._sessions = sessions
+        self._futures = futures
+        self._background = background
         self._sources: dict[str, dict[str, Source]] = {}
         """Sources by id of the session and of the sampling session. The least recently used one of
         a session comes first, and is forgotten beyond `KEPT`."""
-        parts.sessions.end_samplers = self._end_session
 
     async def create_sampling_session(
         self, body: wire.CreateSamplingSessionRequest, *, owner: Owner
@@ -237,12 +266,12 @@ class SamplingSessions:
 
         Weights load with the first sample, which fails if they are replaced or deleted before.
         """
-        session = self._parts.sessions.find_live(body.session_id, owner)
+        session = self._sessions.find_live(body.session_id, owner)
         new_id = self.make_id(session, body.sampling_session_seq_id)
         if new_id not in self._get_sources(session):
             stored, name = None, body.base_model
             if body.model_path is not None:
-                stored = self._parts.storage.find_weights(
+                stored = self._storage.find_weights(
                     body.model_path, "sampler", owner, base_model=name
                 )
                 name = stored.record.settings.base_model
@@ -250,7 +279,7 @@ class SamplingSessions:
                 stored = replace(
                     stored, record=stored.record.model_copy(update={"user_metadata": None})
                 )
-            check_base(self._parts.backend.base_model, name)
+            check_base(self._backend.base_model, name)
             self._add(session, new_id, stored)
         return wire.CreateSamplingSessionResponse(sampling_session_id=new_id)
 
@@ -267,9 +296,8 @@ class SamplingSessions:
             )
         source = self.find_source(session_id, owner)
         request_id = f"{session_id}:{check_seq_id('seq_id', body.seq_id, first=0)}"
-        sample = check_sample(body, self._parts.backend.base_model)
-        futures = self._parts.futures
-        if request_id not in futures:
+        sample = check_sample(body, self._backend.base_model)
+        if request_id not in self._futures:
             # A session may be older than a deletion, so its weights are checked at each sample.
             weights = self._open_source(source, owner)
             stop = body.sampling_params.stop or ()
@@ -278,19 +306,19 @@ class SamplingSessions:
             for one in stop:
                 stop_bytes += 4 * len(one) if isinstance(one, str) else 32
             num_bytes = sample.prompt.nbytes + SMALL_BYTES * body.num_samples + stop_bytes
-            request = futures.begin(request_id, owner=owner, num_bytes=num_bytes)
+            request = self._futures.accept(request_id, owner=owner, num_bytes=num_bytes)
 
-            async def sampled() -> Result:
+            async def draw() -> Result:
                 # Shared with other samples: one that is cancelled must not stop the opening.
                 version = await asyncio.shield(weights.version)
-                output = await self._parts.backend.sample(version, sample, owner)
+                output = await self._backend.sample(version, sample, owner)
                 return await encode_message(
                     partial(encode_sample, output, sample), num_bytes=output.num_bytes
                 )
 
             self.weights.acquire(weights)
-            request.task = self._parts.background.start(
-                futures.run(request, sampled), f"sample {request_id}"
+            request.task = self._background.start(
+                self._futures.complete(request, draw), f"sample {request_id}"
             )
             request.task.add_done_callback(lambda _: self.weights.release(weights))
         # The client names single samples of the request by these.
@@ -301,7 +329,7 @@ class SamplingSessions:
         """Return the base model and the path that a sampling session samples from."""
         source = self.find_source(sampler_id, owner)
         path = source.path.tinker_path if isinstance(source, Stored) else None
-        base_model = self._parts.backend.base_model.name
+        base_model = self._backend.base_model.name
         return wire.GetSamplerResponse(
             sampler_id=sampler_id, base_model=base_model, model_path=path
         )
@@ -310,7 +338,7 @@ class SamplingSessions:
 
     def find_source(self, sampling_session_id: str, owner: str) -> Source:
         """Return what a sampling session samples from, and keep the session alive."""
-        session = self._parts.sessions.find_live(sampling_session_id, owner)
+        session = self._sessions.find_live(sampling_session_id, owner)
         sources = self._get_sources(session)
         if sampling_session_id not in sources:
             raise NotFoundError(f"there is no sampling session {sampling_session_id!r:.100}")
@@ -341,6 +369,22 @@ class SamplingSessions:
         """Accept no more samples of a checkpoint that was deleted."""
         self.weights.close(str(stored.data), f"{stored.path.tinker_path} was deleted")
 
+    def end_session(self, session: Session, why: str) -> None:
+        """Fail the samples of a session that has ended, and close weights that only it has open."""
+        self._futures.end_samples(session.session_id, why)
+        ended = self._sources.pop(session.session_id, {})
+        # Sessions share saved weights, which stay open while any of them has a sampling session.
+        still_used = set()
+        for sources in self._sources.values():
+            for source in sources.values():
+                if isinstance(source, Stored):
+                    still_used.add(source.data)
+        for source in ended.values():
+            if isinstance(source, Weights):
+                self.weights.close(source.key, why)
+            elif source is not None and source.data not in still_used:
+                self.weights.close(str(source.data), why)
+
     def _get_sources(self, session: Session) -> dict[str, Source]:
         return self._sources.get(session.session_id, {})
 
@@ -356,23 +400,8 @@ class SamplingSessions:
         if not isinstance(source, Weights):
             if source is not None:
                 # Deleted and expired checkpoints are not sampled from, even while they are open.
-                self._parts.storage.find(source.path, owner)
+                self._storage.find(source.path, owner)
             return self.weights.open(source, owner)
         if source.closed is not None:
             raise GoneError(f"the weights are no longer in memory: {source.closed}")
         return source
-
-    def _end_session(self, session: Session, why: str) -> None:
-        self._parts.futures.end_samples(session.session_id, why)
-        ended = self._sources.pop(session.session_id, {})
-        # Sessions share saved weights, which stay open while any of them has a sampling session.
-        still_used = set()
-        for sources in self._sources.values():
-            for source in sources.values():
-                if isinstance(source, Stored):
-                    still_used.add(source.data)
-        for source in ended.values():
-            if isinstance(source, Weights):
-                self.weights.close(source.key, why)
-            elif source is not None and source.data not in still_used:
-                self.weights.close(str(source.data), why)

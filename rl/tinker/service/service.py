@@ -28,9 +28,8 @@ from tinker.types.try_again_response import TryAgainResponse
 
 from rl.tinker.auth import limit_connections
 from rl.tinker.backend import TinkerBackend
-from rl.tinker.service.futures import Futures, Result
-from rl.tinker.service.parts import Parts
-from rl.tinker.service.sampling import SamplingSessions
+from rl.tinker.service.futures import Background, Futures, Result
+from rl.tinker.service.sampling import OpenWeights, SamplingSessions
 from rl.tinker.service.sessions import Sessions
 from rl.tinker.service.storage import RunRecord, Storage, Stored, parse_path
 from rl.tinker.service.training import TrainingCalls
@@ -60,37 +59,51 @@ class Service:
         limits: Limits | None = None,
         wall_time_s: Callable[[], float] = time.time,
     ) -> None:
-        limits = limits or Limits()
-        self._parts = parts = Parts(
+        self.limits = limits = limits or Limits()
+        self._backend = backend
+        self._storage = storage = Storage(storage_folder, wall_time_s=wall_time_s)
+        self._futures = futures = Futures(limits)
+        self._background = background = Background()
+        self.sessions = sessions = Sessions(limits=limits)
+        self.sampling = SamplingSessions(
             backend=backend,
-            storage=Storage(storage_folder, wall_time_s=wall_time_s),
-            sessions=Sessions(limits=limits),
-            futures=Futures(limits),
+            storage=storage,
+            sessions=sessions,
+            futures=futures,
+            background=background,
+            weights=OpenWeights(
+                backend=backend, sessions=sessions, background=background, limits=limits
+            ),
+        )
+        sessions.end_samplers = self.sampling.end_session  # Samplers end with their session.
+        self.training = TrainingCalls(
+            backend=backend,
+            storage=storage,
+            sessions=sessions,
+            futures=futures,
+            background=background,
+            sampling=self.sampling,
             limits=limits,
             wall_time_s=wall_time_s,
         )
-        self.limits = limits
-        self.sessions = parts.sessions
-        self.sampling = SamplingSessions(parts)
-        self.training = TrainingCalls(parts, sampling=self.sampling)
-        self.runs = Runs(parts, sampling=self.sampling)
+        self.runs = Runs(storage=storage, sessions=sessions, sampling=self.sampling)
 
     async def start(self) -> None:
         """Start the backend, and remove checkpoints that have expired or are incomplete.
 
         Raises ValueError if the storage folder cannot be made, or the backend refuses its config.
         """
-        await self._parts.storage.prepare()
-        await self._parts.backend.start()
+        await self._storage.prepare()
+        await self._backend.start()
 
     @property
     def has_work(self) -> bool:
         """True while a request waits for its result."""
-        return self._parts.futures.has_work
+        return self._futures.has_work
 
     def stop_waiting(self) -> None:
         """End the waits for results with a GoneError, and accept no more requests. Idempotent."""
-        self._parts.futures.close()
+        self._futures.close()
 
     async def close(self) -> None:
         """End all sessions, then the backend, within four times `CLOSE_TIMEOUT_S`.
@@ -100,10 +113,10 @@ class Service:
         # by calls to it.
         self.stop_waiting()
         self.sessions.close()
-        await self._parts.background.close(CLOSE_TIMEOUT_S)
+        await self._background.close(CLOSE_TIMEOUT_S)
         try:
             async with asyncio.timeout(2 * CLOSE_TIMEOUT_S):
-                await self._parts.backend.close()
+                await self._backend.close()
         except TimeoutError:
             log.error("the backend did not close within %g s", 2 * CLOSE_TIMEOUT_S)
 
@@ -132,7 +145,7 @@ class Service:
 
     async def get_capabilities(self) -> wire.GetServerCapabilitiesResponse:
         """Return the base model that the server offers."""
-        base = self._parts.backend.base_model
+        base = self._backend.base_model
         model = wire.SupportedModel(
             model_name=base.name,
             max_context_length=base.max_context_length,
@@ -151,7 +164,7 @@ class Service:
             GoneError: the result is no longer kept, or belongs to an earlier process of the server.
         """
         self.sessions.keep_alive(request_id, owner)
-        return await self._parts.futures.retrieve(request_id, wait_s=wait_s)
+        return await self._futures.retrieve(request_id, wait_s=wait_s)
 
     async def retrieve_future(self, body: wire.FutureRetrieveRequest, *, owner: Owner) -> Response:
         """Wait for a result: protobuf for the results of forward_backward and sample, else JSON."""
@@ -169,7 +182,7 @@ class Service:
     ) -> None:
         """Cancel a sample, whose result becomes a failure unless it has ended."""
         self.sessions.keep_alive(request_id, owner)
-        self._parts.futures.cancel(request_id)
+        self._futures.cancel(request_id)
 
 
 class Ttl(pydantic.BaseModel):
@@ -184,17 +197,18 @@ class Runs:
     Lists read many files, in a thread and in turns of the owners.
     """
 
-    def __init__(self, parts: Parts, *, sampling: SamplingSessions) -> None:
+    def __init__(self, *, storage: Storage, sessions: Sessions, sampling: SamplingSessions) -> None:
         self._order = FairLock()
+        self._storage = storage
+        self._sessions = sessions
         self._sampling = sampling
-        self._storage = parts.storage
-        self._sessions = parts.sessions
 
     async def list_training_runs(
         self, *, owner: Owner, limit: Limit = 20, offset: Offset = 0
     ) -> wire.TrainingRunsResponse:
         """Return the runs in memory or with checkpoints."""
-        in_memory = {i: model.record for i, model in self._sessions.list_streams(owner).items()}
+        streams = self._sessions.list_streams(owner)
+        in_memory = {model_id: stream.record for model_id, stream in streams.items()}
 
         def read() -> wire.TrainingRunsResponse:
             records = {record.model_id: record for record in self._storage.list_runs(owner)}
@@ -267,9 +281,9 @@ class Runs:
 
     def _record(self, model_id: str, owner: str) -> RunRecord:
         # Only the first checkpoint writes a run's record, so memory comes first.
-        model = self._sessions.list_streams(owner).get(model_id)
-        if model is not None:
-            return model.record
+        stream = self._sessions.list_streams(owner).get(model_id)
+        if stream is not None:
+            return stream.record
         record = self._storage.find_run(model_id, owner)
         if record is None:
             raise NotFoundError(f"there is no training run {model_id!r:.100}")

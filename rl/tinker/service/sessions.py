@@ -32,7 +32,7 @@ class Session:
 
     session_id: str
     owner: str
-    models: dict[str, ModelStream] = field(default_factory=dict)
+    streams: dict[str, ModelStream] = field(default_factory=dict)
     """Models by id, also the last `KEPT` that have ended; none once the session and their tasks
     have.
     """
@@ -68,7 +68,7 @@ class Sessions:
         """Open a session, which lives until it is finished or silent for too long."""
         sessions = [one for one in self._sessions.values() if one.owner == owner]
         # A session whose models still end holds memory, so it counts as one that has not ended.
-        ended = [one for one in sessions if one.ended and not one.models]
+        ended = [one for one in sessions if one.ended and not one.streams]
         if len(sessions) - len(ended) >= MAX_SESSIONS:
             raise LimitReachedError(
                 f"this key has {MAX_SESSIONS} sessions that have not ended; finish one of them"
@@ -124,13 +124,14 @@ class Sessions:
 
     def list_streams(self, owner: str) -> dict[str, ModelStream]:
         """Return an owner's models in memory by id, oldest first."""
-        return {model.model_id: model for model in self.list_all_streams() if model.owner == owner}
+        streams = self.list_all_streams()
+        return {stream.model_id: stream for stream in streams if stream.owner == owner}
 
     def list_all_streams(self) -> list[ModelStream]:
         """Return the models of all owners that are in memory, oldest first."""
         streams = []
         for session in self._sessions.values():
-            streams += [stream for stream in session.models.values() if stream.in_memory]
+            streams += [stream for stream in session.streams.values() if stream.in_memory]
         return streams
 
     def close(self) -> None:
@@ -168,15 +169,15 @@ class Sessions:
         session.ended = True
         if session.silence is not None:
             session.silence.cancel()
-        for model in session.models.values():
-            model.end(why)
+        for stream in session.streams.values():
+            stream.end(why)
             # The model frees its memory at the end of its task, and is listed until then.
-            model.task.add_done_callback(partial(_forget, session, model.model_id))
+            stream.task.add_done_callback(partial(_forget_stream, session, stream.model_id))
         self.end_samplers(session, why)
         # Until then a client that polls is told that its session has ended, not that there is none.
         drop = partial(self._sessions.pop, session.session_id, None)
         asyncio.get_running_loop().call_later(self._limits.result_kept_s, drop)
 
 
-def _forget(session: Session, model_id: str, _: asyncio.Task[None]) -> None:
-    del session.models[model_id]
+def _forget_stream(session: Session, model_id: str, _: asyncio.Task[None]) -> None:
+    del session.streams[model_id]

@@ -5,18 +5,19 @@ Later requests wait for a missing seq id at most `gap_timeout_s`, from the momen
 Then the missing ones count as lost, the waiting ones fail and the accumulated gradient is dropped,
 as both may be part of an incomplete batch. The model goes on after the last waiting seq id; a
 missing request that arrives later is never done.
+
+The methods of `ModelStream` stand in the order in which a request meets them: `submit` accepts and
+queues it, the stream's task waits for its turn (`_wait_for_next`) and completes it
+(`_complete_next`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias
 
 from rl.tinker.backend import TinkerBackend
-from rl.tinker.service.futures import Answer, Background, Futures, PendingRequest
+from rl.tinker.service.futures import AcceptedRequest, Answer, Background, Futures, Work
 from rl.tinker.service.storage import RunRecord
 from rl.tinker.types import (
     Future,
@@ -27,14 +28,12 @@ from rl.tinker.types import (
     check_seq_id,
 )
 
-Run: TypeAlias = Callable[[], Awaitable[Answer]]
-"""Work of a request, which begins when its turn has come."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Waiting:
-    request: PendingRequest
-    run: Run
+class _QueuedRequest:
+    request: AcceptedRequest
+    work: Work
+    """Begins when the request's turn has come."""
     adds_gradient: bool
 
 
@@ -70,10 +69,13 @@ class ModelStream:
         self._futures = futures
         self._gap_timeout_s = gap_timeout_s
         self._next = 0
-        self._waiting: dict[int, _Waiting] = {}
+        """Seq id of the next request to complete."""
+        self._queue: dict[int, _QueuedRequest] = {}
+        """Accepted requests by seq id."""
         self._had_gap = False
+        """True from the end of the wait for a missing request until the gradient is dropped."""
         self._changed = asyncio.Event()
-        self.task = background.start(self._run(), f"work of {self.model_id}")
+        self.task = background.start(self._process_queue(), f"work of {self.model_id}")
 
     @property
     def model_id(self) -> str:
@@ -100,23 +102,30 @@ class ModelStream:
         """True until the backend has deleted the model."""
         return not self.task.done()
 
-    def start(self, request: PendingRequest, run: Run) -> None:
-        """Queue request 0, which creates the model."""
-        self._add(0, request, run, adds_gradient=False)
+    @property
+    def gone(self) -> str:
+        """Text for a client that uses a model that has ended."""
+        return f"model {self.model_id} is no longer there: {self.ended}"
+
+    # Acceptance, in the client's call
+
+    def submit_creation(self, request: AcceptedRequest, work: Work) -> None:
+        """Queue request 0, which creates the model and was accepted before the stream was made."""
+        self._enqueue(0, request, work, adds_gradient=False)
 
     def submit(
-        self, seq_id: int | None, run: Run, *, num_bytes: int = 0, adds_gradient: bool = False
+        self, seq_id: int | None, work: Work, *, num_bytes: int = 0, adds_gradient: bool = False
     ) -> Future:
         """Queue a request; the answer comes by `retrieve_future`.
 
         Args:
-            num_bytes: bytes of the data that `run` holds.
+            num_bytes: bytes of the data that `work` holds.
 
         Raises:
             GoneError: the model has ended.
             BusyError: too much work is waiting. Its seq id is not used up.
         """
-        future, _ = self._accept(seq_id, run, num_bytes=num_bytes, adds_gradient=adds_gradient)
+        future, _ = self._accept(seq_id, work, num_bytes=num_bytes, adds_gradient=adds_gradient)
         return future
 
     def refuse(
@@ -136,7 +145,7 @@ class ModelStream:
         return future
 
     def _accept(
-        self, seq_id: int | None, run: Run, *, num_bytes: int = 0, adds_gradient: bool
+        self, seq_id: int | None, work: Work, *, num_bytes: int = 0, adds_gradient: bool
     ) -> tuple[Future, bool]:
         """Queue a request unless it is repeated; return False with a repeated one."""
         number = check_seq_id("seq_id", seq_id, first=1)
@@ -148,94 +157,104 @@ class ModelStream:
         if number < self._next:  # It was done, refused or given up some time ago.
             return future, False
 
-        request = self._futures.begin(
+        request = self._futures.accept(
             future.request_id,
             owner=self.owner,
             num_bytes=num_bytes,
             # All others wait for this seq id, so it alone may exceed the limits.
-            unblocks=number == self._next and bool(self._waiting),
+            unblocks=number == self._next and bool(self._queue),
         )
-        self._add(number, request, run, adds_gradient=adds_gradient)
+        self._enqueue(number, request, work, adds_gradient=adds_gradient)
         return future, True
 
-    def _add(self, number: int, request: PendingRequest, run: Run, *, adds_gradient: bool) -> None:
-        self._waiting[number] = _Waiting(request=request, run=run, adds_gradient=adds_gradient)
+    def _enqueue(
+        self, number: int, request: AcceptedRequest, work: Work, *, adds_gradient: bool
+    ) -> None:
+        queued = _QueuedRequest(request=request, work=work, adds_gradient=adds_gradient)
+        self._queue[number] = queued
         self._changed.set()
 
-    def end(self, why: str) -> None:
-        """Fail what waits and what arrives later; what runs is finished. Idempotent."""
-        if self.ended is None:
-            self.ended = why
-            self._fail_waiting(self.gone)
-            self._changed.set()
+    # Turn after turn, in the stream's task
 
-    @property
-    def gone(self) -> str:
-        """Text for a client that uses a model that has ended."""
-        return f"model {self.model_id} is no longer there: {self.ended}"
-
-    async def _run(self) -> None:
+    async def _process_queue(self) -> None:
+        """Complete the requests in their order until the model ends, then delete the model."""
         try:
             while self.ended is None:
-                if await self._is_next_here():
-                    await self._do(self._waiting.pop(self._next))
+                if await self._wait_for_next():
+                    await self._complete_next()
         finally:
             # Also where the task is cancelled: nothing may wait for a stream that does no work.
             self.end("the service is closing")
             if self.is_created:
-                async with self._backend.trainer(self.owner) as trainer:
+                async with self._backend.lock_trainer(self.owner) as trainer:
                     await trainer.delete_model(self.model_id)
 
-    async def _is_next_here(self) -> bool:
+    async def _wait_for_next(self) -> bool:
         """Wait for the next request; return False at the end and after a gap."""
         try:
             async with asyncio.timeout(None) as gap:
-                while self._next not in self._waiting and self.ended is None:
-                    # From here on the waiting requests could run, but for the missing one.
-                    if self._waiting and gap.when() is None:
+                while self._next not in self._queue and self.ended is None:
+                    # From here on the queued requests could run, but for the missing one.
+                    if self._queue and gap.when() is None:
                         gap.reschedule(asyncio.get_running_loop().time() + self._gap_timeout_s)
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            self._give_up()
-        return self._next in self._waiting
+            self._give_up_missing()
+        return self._next in self._queue
 
-    async def _do(self, one: _Waiting) -> None:
-        seq_id = self._next
+    async def _complete_next(self) -> None:
+        """Do the next request's work and store its answer (`Futures.complete`)."""
+        seq_id, queued = self._next, self._queue.pop(self._next)
         # Before the work, so that a repetition of this request is known as one.
         self._next += 1
-        await self._futures.run(one.request, partial(self._run_after_gap, one.run))
-        result = one.request.result
+
+        async def work() -> Answer:
+            if self._had_gap:
+                await self._drop_incomplete_gradient()
+            return await queued.work()
+
+        await self._futures.complete(queued.request, work)
+        result = queued.request.result
         if result is not None and result.error is not None:
             # The next step would be one of part of a batch (training.py refuses it).
-            if one.adds_gradient:
+            if queued.adds_gradient:
                 self.failed.append(seq_id)
             if seq_id == 0:
                 self.end(f"it could not be created: {result.error}")
 
-    async def _run_after_gap(self, run: Run) -> Answer:
-        # The gap has left part of a batch in the gradient.
-        if self._had_gap:
-            async with self._backend.trainer(self.owner) as trainer:
-                await trainer.drop_gradient(model_id=self.model_id)
-            self._had_gap = False
-        return await run()
+    # Gaps, and the end
 
-    def _give_up(self) -> None:
-        # All that wait fail, also those behind a second gap: they may be part of the same batch.
-        first, last = self._next, max(self._waiting)
+    def _give_up_missing(self) -> None:
+        """Fail all queued requests, also those behind a second gap: they may be part of the same
+        batch.
+        """
+        first, last = self._next, max(self._queue)
         missing = first
-        while missing in self._waiting:
+        while missing in self._queue:
             missing += 1
         self._next = last + 1
         self._had_gap = True
-        self._fail_waiting(
+        self._fail_queued(
             f"seq_id {missing} of {self.model_id} did not come within {self._gap_timeout_s:g} s, "
             "so the requests after it failed and the accumulated gradient is dropped; later "
             "requests run again"
         )
 
-    def _fail_waiting(self, error: str) -> None:
-        for one in self._waiting.values():
-            self._futures.fail(one.request, error)
-        self._waiting.clear()
+    async def _drop_incomplete_gradient(self) -> None:
+        # The gap has left part of a batch in the gradient.
+        async with self._backend.lock_trainer(self.owner) as trainer:
+            await trainer.drop_gradient(model_id=self.model_id)
+        self._had_gap = False
+
+    def end(self, why: str) -> None:
+        """Fail what is queued and what arrives later; what runs is finished. Idempotent."""
+        if self.ended is None:
+            self.ended = why
+            self._fail_queued(self.gone)
+            self._changed.set()
+
+    def _fail_queued(self, error: str) -> None:
+        for queued in self._queue.values():
+            self._futures.fail(queued.request, error)
+        self._queue.clear()

@@ -1,4 +1,25 @@
-"""Requests about models in training, from the official client's types to their results."""
+"""Requests about models in training, from the official client's types to their results.
+
+The way of a `forward_backward` to the engine:
+
+    rl/tinker/app.py           gives the call its path: `TrainingCalls.post_forward_backward`
+    wire/codec.py              `read_forward_backward` decodes the body
+    service/training.py        `TrainingCalls.forward_backward` submits `compute`
+    service/streams.py         `ModelStream.submit` accepts the request, whose id the client gets at
+                               once; the stream's task comes to `_complete_next` in its turn
+    service/futures.py         `Futures.complete` calls `compute`
+    service/training.py        `compute` locks the trainer, and calls its method:
+    rl/engine_client.py        `EngineClient.forward_backward`, and from there `call_engine`
+    actors/trainer.py          only over actors: the endpoint on each rank; actors/tinker.py finds
+                               the engine of the model
+    rl/training/engine.py      `TrainingEngine.forward_backward`
+
+The way of its result to the client:
+
+    service/training.py        `compute` encodes the result by `encode_forward_backward` (codec.py)
+    service/futures.py         `Futures.complete` stores it
+    service/service.py         `Service.retrieve_future` returns it to the client, who asks for it
+"""
 
 from __future__ import annotations
 
@@ -13,18 +34,26 @@ from fastapi import Request
 from tinker import types as wire
 
 from rl.models.lora import LoRA
-from rl.tinker.backend import make_lora_config
-from rl.tinker.service.futures import Answer, encode_message
-from rl.tinker.service.parts import Parts
+from rl.tinker.backend import TinkerBackend
+from rl.tinker.base_model import make_lora_config
+from rl.tinker.service.futures import Answer, Background, Futures, encode_message
 from rl.tinker.service.sampling import SamplingSessions
-from rl.tinker.service.sessions import KEPT, Session
-from rl.tinker.service.storage import CheckpointKind, RunRecord, Stored, check_name, make_path
+from rl.tinker.service.sessions import KEPT, Session, Sessions
+from rl.tinker.service.storage import (
+    CheckpointKind,
+    RunRecord,
+    Storage,
+    Stored,
+    check_name,
+    make_path,
+)
 from rl.tinker.service.streams import ModelStream
 from rl.tinker.types import (
     Future,
     GoneError,
     InvalidRequestError,
     LimitReachedError,
+    Limits,
     ModelSettings,
     NotFoundError,
     Owner,
@@ -54,15 +83,33 @@ class TrainingCalls:
     ones do not wait for it; one refused with BusyError does not.
     """
 
-    def __init__(self, parts: Parts, *, sampling: SamplingSessions) -> None:
-        self._parts = parts
-        self._backend = parts.backend
-        self._futures = parts.futures
+    def __init__(
+        self,
+        *,
+        backend: TinkerBackend,
+        storage: Storage,
+        sessions: Sessions,
+        futures: Futures,
+        background: Background,
+        sampling: SamplingSessions,
+        limits: Limits,
+        wall_time_s: Callable[[], float],
+    ) -> None:
+        """`wall_time_s` returns the Unix time, by which runs are stamped."""
+        self._backend = backend
+        self._storage = storage
+        self._sessions = sessions
+        self._futures = futures
+        self._background = background
         self._sampling = sampling
-        self._decoding, self._decoding_of = asyncio.Lock(), WeakValueDictionary[str, asyncio.Lock]()
+        self._limits = limits
+        self._wall_time_s = wall_time_s
+        self._decoding = asyncio.Lock()
         """FIFO lock of all bodies, for which an owner waits with one body at a time: so owners take
         turns.
         """
+        self._decoding_of = WeakValueDictionary[str, asyncio.Lock]()
+        """Lock of each owner's bodies."""
 
     # Creation and end
 
@@ -85,7 +132,7 @@ class TrainingCalls:
             return stream.refuse(body.seq_id, error)
 
         async def load() -> Answer:
-            async with self._backend.trainer(owner) as trainer:
+            async with self._backend.lock_trainer(owner) as trainer:
                 await trainer.load_model(
                     stream.model_id, str(stored.data), optimizer=body.optimizer
                 )
@@ -110,10 +157,10 @@ class TrainingCalls:
 
     async def get_info(self, body: wire.GetInfoRequest, *, owner: Owner) -> wire.GetInfoResponse:
         """Return a model's base model, tokenizer and rank."""
-        model = self.find_live(body.model_id, owner)
-        base, lora = self._backend.base_model, model.settings.lora
+        stream = self.find_live_stream(body.model_id, owner)
+        base, lora = self._backend.base_model, stream.settings.lora
         return wire.GetInfoResponse(
-            model_id=model.model_id,
+            model_id=stream.model_id,
             model_name=base.name,
             model_data=wire.ModelData(
                 arch=base.architecture, model_name=base.name, tokenizer_id=base.tokenizer_folder
@@ -122,7 +169,7 @@ class TrainingCalls:
             lora_rank=None if lora is None else lora.rank,
         )
 
-    def find_live(self, model_id: str, owner: str) -> ModelStream:
+    def find_live_stream(self, model_id: str, owner: str) -> ModelStream:
         """Return the stream of a model that accepts requests, and keep its session alive."""
         stream = self._find_stream(model_id, owner)
         if stream.ended is not None:
@@ -131,7 +178,7 @@ class TrainingCalls:
 
     def _find_stream(self, model_id: str, owner: str) -> ModelStream:
         """Return a model's stream, which may have ended, and keep its session alive."""
-        stream = self._parts.sessions.find_live(model_id, owner).models.get(model_id)
+        stream = self._sessions.find_live(model_id, owner).streams.get(model_id)
         if stream is None:
             raise NotFoundError(f"there is no model {model_id!r:.100}")
         return stream
@@ -139,11 +186,11 @@ class TrainingCalls:
     def _create_model(
         self, body: wire.CreateModelRequest | wire.LoadWeightsRequest, owner: str
     ) -> Future:
-        session = self._parts.sessions.find_live(str(body.session_id), owner)
+        session = self._sessions.find_live(str(body.session_id), owner)
         number = check_seq_id("model_seq_id", body.model_seq_id, first=0)
         model_id = f"{session.session_id}:train:{number}"
         future = Future(request_id=f"{model_id}:0", model_id=model_id)
-        if model_id in session.models:
+        if model_id in session.streams:
             return future
         check_metadata(body.user_metadata)
         stored = None
@@ -159,18 +206,18 @@ class TrainingCalls:
 
         # All checks come first: from here on the model's id is used up.
         self._check_room(settings, owner)
-        request = self._futures.begin(future.request_id, owner=owner)
+        request = self._futures.accept(future.request_id, owner=owner)
         record = RunRecord(
             model_id=model_id,
             owner_hash=owner,
             settings=settings,
-            created_s=self._parts.wall_time_s(),
+            created_s=self._wall_time_s(),
             user_metadata=body.user_metadata,
         )
         stream = self._add_stream(session, record)
 
         async def create() -> Answer:
-            async with self._backend.trainer(owner) as trainer:
+            async with self._backend.lock_trainer(owner) as trainer:
                 await trainer.create_model(model_id, adapters)
                 # Loading the weights may fail, and the model has to be deleted then too.
                 stream.is_created = True
@@ -180,7 +227,7 @@ class TrainingCalls:
                 await trainer.load_model(model_id, str(stored.data), optimizer=body.optimizer)
             return wire.LoadWeightsResponse(path=body.path, model_id=model_id)
 
-        stream.start(request, create)
+        stream.submit_creation(request, create)
         return future
 
     def _make_adapters(self, settings: ModelSettings) -> LoRA.Config | None:
@@ -198,25 +245,25 @@ class TrainingCalls:
 
     def _add_stream(self, session: Session, record: RunRecord) -> ModelStream:
         # Models that have ended stay, so that a repeated creation is known as one.
-        ended = [i for i, one in session.models.items() if not one.in_memory]
+        ended = [i for i, stream in session.streams.items() if not stream.in_memory]
         for i in ended[:-KEPT]:
-            del session.models[i]
+            del session.streams[i]
         stream = ModelStream(
             record,
             backend=self._backend,
             futures=self._futures,
-            background=self._parts.background,
-            gap_timeout_s=self._parts.limits.gap_timeout_s,
+            background=self._background,
+            gap_timeout_s=self._limits.gap_timeout_s,
         )
-        session.models[record.model_id] = stream
+        session.streams[record.model_id] = stream
         return stream
 
     def _check_room(self, settings: ModelSettings, owner: str) -> None:
         """Raise LimitReachedError if there is no room for another model."""
-        limits, models = self._parts.limits, self._parts.sessions.list_all_streams()
-        if sum(one.owner == owner for one in models) >= limits.models:
+        most, streams = self._limits.models, self._sessions.list_all_streams()
+        if sum(stream.owner == owner for stream in streams) >= most:
             raise LimitReachedError(
-                f"limit models: {limits.models} are in memory; finish the session of one"
+                f"limit models: {most} are in memory; finish the session of one"
             )
         # Weights, gradient and two moments of Adam, in float32.
         self._sampling.weights.make_room(
@@ -243,9 +290,9 @@ class TrainingCalls:
             return stream.refuse(body.seq_id, content, adds_gradient=body.backward)
 
         # In the stream's turn; until then the request holds its decoded samples.
-        async def run() -> Answer:
+        async def compute() -> Answer:
             samples = content.samples.samples
-            async with self._backend.trainer(owner) as trainer:
+            async with self._backend.lock_trainer(owner) as trainer:
                 if body.backward:
                     result = await trainer.forward_backward(
                         samples,
@@ -262,7 +309,7 @@ class TrainingCalls:
             return await encode_message(message, num_bytes=num_bytes)
 
         return stream.submit(
-            body.seq_id, run, num_bytes=body.num_bytes, adds_gradient=body.backward
+            body.seq_id, compute, num_bytes=body.num_bytes, adds_gradient=body.backward
         )
 
     async def optim_step(self, body: wire.OptimStepRequest, *, owner: Owner) -> Future:
@@ -274,7 +321,7 @@ class TrainingCalls:
             return stream.refuse(body.seq_id, error)
 
         async def step() -> Answer:
-            async with self._backend.trainer(owner) as trainer:
+            async with self._backend.lock_trainer(owner) as trainer:
                 if stream.failed:
                     failed = ", ".join(map(str, stream.failed))
                     stream.failed.clear()
@@ -311,7 +358,7 @@ class TrainingCalls:
         answer = partial(
             wire.SaveWeightsForSamplerResponseInternal, type="save_weights_for_sampler"
         )
-        session = self._parts.sessions.find_live(stream.model_id, owner)
+        session = self._sessions.find_live(stream.model_id, owner)
         number = body.sampling_session_seq_id
         try:
             _check_save_for_sampler(body)
@@ -321,11 +368,11 @@ class TrainingCalls:
         if new_id is None:
             return self._save(stream, "sampler", str(body.path), body, answer, overwrite=True)
 
-        async def snapshot() -> Answer:
+        async def publish() -> Answer:
             await self._sampling.publish(stream, session=session, new_id=new_id)
             return answer(sampling_session_id=new_id)
 
-        return stream.submit(body.seq_id, snapshot)
+        return stream.submit(body.seq_id, publish)
 
     def _save(
         self,
@@ -347,11 +394,11 @@ class TrainingCalls:
         path = make_path(stream.model_id, kind, name)
 
         async def write(folder: Path) -> None:
-            async with self._backend.trainer(stream.owner) as trainer:
+            async with self._backend.lock_trainer(stream.owner) as trainer:
                 await trainer.save_model(stream.model_id, str(folder), optimizer=kind == "training")
 
         async def save() -> Answer:
-            await self._parts.storage.save(
+            await self._storage.save(
                 stream.record,
                 path,
                 write,
@@ -369,9 +416,7 @@ class TrainingCalls:
             raise InvalidRequestError(
                 "weights_access_token: must be left out, other keys' weights are private"
             )
-        return self._parts.storage.find_weights(
-            body.path, "training", owner, base_model=body.base_model
-        )
+        return self._storage.find_weights(body.path, "training", owner, base_model=body.base_model)
 
 
 def _check_optimizer(config: wire.OptimizerConfig | None) -> None:

@@ -26,7 +26,7 @@ from typing_extensions import TypeAliasType
 from losses.types import Loss
 from rl.tinker.types import (
     MAX_SEQ_ID,
-    BaseModel,
+    BaseModelInfo,
     Datum,
     InvalidRequestError,
     SampleOutput,
@@ -126,7 +126,7 @@ class ForwardBackwardBody:
     """Bytes of the body or, if they are more, of its samples."""
 
 
-def read_forward_backward(body: bytes, *, base: BaseModel) -> ForwardBackwardBody:
+def read_forward_backward(body: bytes, *, base: BaseModelInfo) -> ForwardBackwardBody:
     """Decode a body; raise InvalidRequestError if it is no message."""
     # A body that is no message names no model; with any other mistake the request has a seq id,
     # which it uses up.
@@ -342,7 +342,7 @@ def _to_bytes(array: np.ndarray, dtype: str) -> bytes:
 # Samples
 
 
-def check_sample(body: wire.SampleRequest, base: BaseModel) -> SampleRequest:
+def check_sample(body: wire.SampleRequest, base: BaseModelInfo) -> SampleRequest:
     """Translate a request, with its defaults filled in; raise InvalidRequestError, which names the
     field.
     """
@@ -381,7 +381,7 @@ def check_sample(body: wire.SampleRequest, base: BaseModel) -> SampleRequest:
     )
 
 
-def _read_prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
+def _read_prompt(body: wire.SampleRequest, base: BaseModelInfo) -> np.ndarray:
     tokens: list[int] = []
     for i, chunk in enumerate(body.prompt.chunks):
         if chunk.type != "encoded_text":
@@ -402,7 +402,7 @@ def _read_prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
-def _check_ranges(body: wire.SampleRequest, num_tokens: int, base: BaseModel) -> None:
+def _check_ranges(body: wire.SampleRequest, num_tokens: int, base: BaseModelInfo) -> None:
     # 0 is greedy; the samplers cannot divide logits by a temperature just above it.
     params, coldest = body.sampling_params, base.min_temperature
     most_top = (

@@ -24,7 +24,14 @@ from tinker import types as wire
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import CISPOLoss, DROLoss, GSPOLoss, ImportanceSamplingLoss, PPOLoss
 from losses.types import Loss
-from rl.tinker.types import BELOW_1, MAX_FLOAT, BaseModel, Datum, InvalidRequestError, check_range
+from rl.tinker.types import (
+    BELOW_1,
+    MAX_FLOAT,
+    BaseModelInfo,
+    Datum,
+    InvalidRequestError,
+    check_range,
+)
 from rl.trainer_types import ForwardBackwardResult, OptimParams
 from rl.types import TrainingSample
 
@@ -194,7 +201,7 @@ class WireSamples:
         )
 
 
-def make_samples(data: Sequence[Datum], loss: WireLoss, base: BaseModel) -> WireSamples:
+def make_samples(data: Sequence[Datum], loss: WireLoss, base: BaseModelInfo) -> WireSamples:
     """Check data and translate them; raise InvalidRequestError, which names datum and field.
 
     If all targets are the tokens that follow, the samples are plain ones, whose prompts can be
@@ -255,7 +262,7 @@ def _sample(datum: Datum, loss: WireLoss, *, width: int | None, plain: bool) -> 
     )
 
 
-def _check_datum(datum: Datum, loss: WireLoss, base: BaseModel, *, where: str) -> None:
+def _check_datum(datum: Datum, loss: WireLoss, base: BaseModelInfo, *, where: str) -> None:
     tokens, inputs = datum.tokens, datum.loss_inputs
     longest = base.max_context_length - 1
     check_ids(tokens, base.vocab_size, where=f"{where}.model_input")
@@ -284,7 +291,7 @@ def _check_datum(datum: Datum, loss: WireLoss, base: BaseModel, *, where: str) -
 
 
 def _check_targets(
-    targets: np.ndarray, num_tokens: int, loss: WireLoss, base: BaseModel, *, where: str
+    targets: np.ndarray, num_tokens: int, loss: WireLoss, base: BaseModelInfo, *, where: str
 ) -> None:
     shape = list(targets.shape)
     is_many = targets.ndim == 2 and shape[0] == num_tokens and 1 <= shape[1] <= base.vocab_size

@@ -1,5 +1,7 @@
-"""The Tinker server: a backend, the service and the HTTP application, in a process or in a thread
-of one.
+"""HTTP server of the Tinker API around a backend.
+
+`TinkerServer` is a process of its own (`python -m rl.tinker.server`), `ServerThread` a thread of
+the process that uses it (`rl.tinker.ServiceClient`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from rl.config.registry import RunRequest
 from rl.config.tree import check_bounds
 from rl.observability.console import print_line
 from rl.tinker.app import make_app
-from rl.tinker.auth import PREFIX, Keys, limit_connections, read_keys
+from rl.tinker.auth import KEY_PREFIX, Keys, limit_connections, read_keys
 from rl.tinker.backend import TinkerBackend
 from rl.tinker.compat import end_by_signal
 from rl.tinker.service.service import Service
@@ -226,7 +228,7 @@ def _read_or_make_key(file: Path) -> str:
     if not file.exists():
         # Private before the key is in it.
         file.touch(mode=0o600)
-        file.write_text(PREFIX + secrets.token_hex(16))
+        file.write_text(KEY_PREFIX + secrets.token_hex(16))
     return file.read_text()
 
 
