@@ -54,7 +54,7 @@ class RootComponent(Protocol):
     """The component of a root config, which a command line runs.
 
     There are two: `actors.controller.Controller` runs a training run, and
-    `rl.tinker.serving.TinkerServer` serves the Tinker API.
+    `rl.tinker.http_server.TinkerServer` serves the Tinker API.
     """
 
     def __init__(self, *, config: Any, request: RunRequest) -> None: ...
