@@ -412,8 +412,9 @@ async def load_weights(
 ) -> LoadSource | None:
     """Load the checkpoint to continue from and return it; make the warm-up if there is none.
 
-    Without either, a trainer keeps the weights of the starting point, with which it was set up. A
-    checkpoint with damaged tensors is set aside, and `find` is called again.
+    The warm-up of an earlier run with the same settings is the starting point already. Without a
+    checkpoint and a warm-up the trainer keeps the starting point's weights, with which it was set
+    up. A checkpoint with damaged tensors is set aside, and `find` is called again.
 
     Args:
         find: looks for the checkpoint; None takes that of the config.

@@ -53,6 +53,8 @@ class Plan:
     """Checked parts from which a run starts."""
 
     start: StartingPoint
+    """Model folder that trainer and generators are set up from: a user's, or random weights of this
+    run's seed, with the folder of the warm-up that replaces them (`load_weights`)."""
     source: LoadSource | None
     """Checkpoint that the trainer loads instead of the starting point's weights."""
     resumed: LoadSource | None
