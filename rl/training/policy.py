@@ -253,18 +253,13 @@ class Policy:
             self.loaded_from = base_model if all(loaded) else None
         self.converters.weights_loaded(self.model, fresh=False)
 
-    def plain_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield the parameters of the model without converters, adapters merged, in this layout.
-
-        Unconverted parameters are not copied. Every rank must consume all of them.
-        """
-        return self.converters.plain_tensors(self.parameters)
-
     def state_dict(self) -> dict[str, Tensor]:
-        """Return `plain_tensors` and persistent buffers by name.
+        """Return the plain model's tensors of this rank by name: parameters, persistent buffers.
 
         In a pipeline buffers are DTensors of their stage, as other stages have none.
         """
+        # Collective if adapters are merged.
+        parameters = dict(self.converters.yield_plain_tensors(self.parameters))
         buffers: dict[str, Tensor] = find_persistent_buffers(self.model)
         if self.pipeline is not None:
             assert self.mesh is not None
@@ -272,7 +267,7 @@ class Policy:
             for name, buffer in list(buffers.items()):
                 # All ranks of a stage have the same bits, so nothing has to be compared.
                 buffers[name] = DTensor.from_local(buffer, of_stage, alike, run_check=False)
-        return dict(self.plain_tensors()) | buffers
+        return parameters | buffers
 
     def gather_tensors(self, named: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
         """Yield (name, tensor, ...) of all ranks with whole tensors, one at a time.
