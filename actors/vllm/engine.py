@@ -9,7 +9,8 @@ it.
 One loop steps the engine. It waits for work (calls, aborts, pauses, the close), for the engine's
 thread, and during a pause for the caller that writes the weights. With tensor parallelism each rank
 has an engine in its own process. Requests are given to rank 0 only, weight updates to all ranks;
-`actors.vllm.lockstep` keeps the ranks in step.
+`actors.vllm.lockstep` keeps the ranks in step, and `actors.vllm.pauses` shows how a caller and the
+loops of all ranks come together for an update.
 
 vllm is imported when the engine starts, so that a controller can read the config without it.
 """
@@ -223,11 +224,11 @@ class GeneratorEngine(Configurable):
     ) -> T:
         """Let `write` overwrite `model_state_dict()` in place with the weights of `version`.
 
-        Call it on every rank. `write` runs in a pause between two steps (pauses.py): with
-        `on_update` drain after the running requests, else before the next step. Before that step,
-        all ranks agree that they have written, and `VLLMCore.weights_changed` adapts cache and
-        kernels. After a failure there are no valid weights: running requests fail, and nothing is
-        generated until an update succeeds.
+        Call it on every rank. `write` runs in a pause between two steps (pauses.py), with
+        `on_update` drain after the running requests have finished. Then all ranks agree that they
+        have written, and `VLLMCore.weights_changed` adapts kernels and cache before the next step.
+        After a failure there are no valid weights: running requests fail, and nothing is generated
+        until an update succeeds.
 
         Raises:
             GeneratorError: another rank failed to write, or the engine was closed or has failed.
@@ -325,7 +326,7 @@ class GeneratorEngine(Configurable):
                     assert self.policy_version is not None
                     self._queue.deliver(drawn, self.policy_version)
                 if turn.pause is not None:
-                    await self._hold(turn.pause, thread)
+                    await self._run_pause(turn.pause, thread)
                 if turn.stop:
                     break
 
@@ -356,6 +357,7 @@ class GeneratorEngine(Configurable):
 
             pause = self._pauses.choose_next()
             if pause is not None:
+                # Under drain, and before a sleep, running requests finish first.
                 if self._core.has_requests and (self._drains or pause.version is None):
                     return EngineTurn(abort=aborted, step=True)
                 return EngineTurn(abort=aborted, pause=pause)
@@ -390,7 +392,7 @@ class GeneratorEngine(Configurable):
             self._lockstep.record(drawn)
         return turn, drawn
 
-    async def _hold(self, pause: Pause, thread: WorkerThread) -> None:
+    async def _run_pause(self, pause: Pause, thread: WorkerThread) -> None:
         """Let this rank's caller change the engine, and agree with all ranks that it is changed."""
         request = await self._pauses.wait_for_request(
             pause, rank=self._lockstep.rank, timeout_s=self._lockstep.timeout_s

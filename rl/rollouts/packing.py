@@ -43,6 +43,7 @@ class Piece:
     """Inputs `begin` to `end` of a sample."""
 
     sample: int
+    """Number among the samples of the micro-batch."""
     begin: int
     end: int
     rows: slice
@@ -159,20 +160,17 @@ def pack(
         # Small enough that a pipeline gets as many as it needs; but a sample is never cut.
         share = -(-sum(lengths) // (num_ranks * num_allowed(1)))
         max_tokens = min(max_tokens, max(share, *lengths))
-    plan = plan_micro_batches(
+    micro_batches = plan_micro_batches(
         lengths,
         families=group_families(samples) if share_prompts else None,
         max_tokens=max_tokens,
         num_ranks=num_ranks,
         max_sequences=max_sequences,
-    )
-    micro_batches = plan[rank]
+    )[rank]
     if num_allowed is not None:
         _fill_up(micro_batches, num_allowed(len(micro_batches)))
 
-    layouts = []
-    for indices in micro_batches:
-        layouts.append(_make_pieces([samples[i] for i in indices], share=share_prompts))
+    layouts = [_make_pieces(samples, indices, share=share_prompts) for indices in micro_batches]
 
     max_padding: int | None = None
     if num_allowed is not None:
@@ -473,8 +471,11 @@ def group_families(samples: Sequence[TrainingSample]) -> list[list[int]]:
     return [*members.values(), *alone]
 
 
-def _make_pieces(samples: Sequence[TrainingSample], *, share: bool) -> list[Piece]:
+def _make_pieces(
+    samples: Sequence[TrainingSample], indices: Sequence[int], *, share: bool
+) -> list[Piece]:
     """Return the pieces of a micro-batch in order: each shared prompt before what follows it."""
+    samples = [samples[i] for i in indices]
     lengths = _list_lengths(samples)
     families = group_families(samples) if share else []
     num_saved = 0

@@ -228,6 +228,7 @@ class WeightStore(Configurable):
                     version, packed, num_bytes, num_versions
                 )
                 place = ref
+                # The memory is the volume's; this rank maps it too, and writes without messages.
                 self._maps.begin_operation()
                 with self._maps.hold(ref) as memory:
                     await self._maps.prepare(ref, device=parts[0].local.device)

@@ -20,7 +20,8 @@ async def use(request: PauseRequest, log: list[str]) -> None:
 
 def test_caller_changes_the_engine_between_two_steps_of_the_loop():
     async def meet() -> list[str]:
-        pauses, log = Pauses(asyncio.Event()), []
+        pauses = Pauses(asyncio.Event())
+        log: list[str] = []
         request = pauses.add(Pause(version=8))
         caller = asyncio.create_task(use(request, log))
         await asyncio.sleep(0)
@@ -41,7 +42,8 @@ def test_loop_goes_on_whenever_the_caller_is_cancelled(num_ticks):
     """Before the pause, in the moment that it begins, in the body, and after the body."""
 
     async def meet() -> tuple[bool, list[str]]:
-        pauses, log = Pauses(asyncio.Event()), []
+        pauses = Pauses(asyncio.Event())
+        log: list[str] = []
         request = pauses.add(Pause(version=8))
         caller = asyncio.create_task(use(request, log))
         await asyncio.sleep(0)
