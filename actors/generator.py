@@ -113,8 +113,8 @@ class VLLMGenerator(Actor, Configurable):
     async def pull_model_state_dict(self, snapshot: Snapshot) -> tuple[BoxSum, ...]:
         """Pull a version's weights in place between two engine steps; return their checksums.
 
-        The sums are of the weights that the engine has then. `on_update` decides what happens to
-        running requests.
+        `WeightStore.pull` writes into the tensors that the engine computes with, and sums what is
+        there then. `on_update` decides what happens to running requests.
         """
         pull = partial(self._pull, self.store, snapshot)
         with span("pull", version=snapshot.version):

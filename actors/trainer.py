@@ -182,8 +182,9 @@ class PolicyTrainer(Actor, Configurable):
     async def push_model_state_dict(self, model_id: str = RUN, version: int | None = None) -> Shard:
         """Put this rank's shards into the store under the current or the given version.
 
-        The version is not announced yet. The engine computes on meanwhile. Calls that change
-        weights, made later, wait.
+        The tensors are those of `TrainingEngine.model_state_dict` between two calls of the engine,
+        which computes on while they are copied. Calls that change weights, made later, wait. The
+        version is not announced yet.
         """
         engine = self.find_engine(model_id)
         pushed: concurrent.futures.Future[None] = concurrent.futures.Future()

@@ -49,6 +49,10 @@ class ParityText:
     ) -> float:
         """Return the largest mean difference of a generator, in nats a token.
 
+        The mean is over the absolute differences of the text's tokens after the first. Both sides
+        compute with the weights of this version: the trainer when it has pushed them, the
+        generators when they have pulled them.
+
         Args:
             expected_T: the trainer's logprobs, [T] float32; entry 0 belongs to no token.
             of_generators: each generator's logprobs, by name.

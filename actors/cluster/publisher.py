@@ -116,7 +116,12 @@ class GeneratorPool:
             await asyncio.wait(restarts, return_when=asyncio.FIRST_COMPLETED)
 
     async def push(self, *, model_id: str = RUN, version: int | None = None) -> int:
-        """Push the weights of the run, or those of a model by id under the version given."""
+        """Push the weights of the run, or those of a model by id under the version given.
+
+        Every trainer rank stores its shard; then the version can be pulled, and is returned. The
+        trainer's logprobs of the parity text are requested at once, for the weights that are
+        pushed.
+        """
         # Both calls are sent here and now, before anything else that the trainer is asked for. The
         # logprobs are awaited while the generators pull.
         push = asyncio.ensure_future(
@@ -236,6 +241,9 @@ class GeneratorPool:
         self, version: int, *, generators: Sequence[ActorGroup]
     ) -> tuple[PullResult, Sequence[ActorLostError]]:
         """Let every generator pull the version, and check each.
+
+        The checksums of its tensors must be those that were pushed (`check_sums`), and its logprobs
+        of the parity text near the trainer's (`ParityText.check`).
 
         The errors of lost generators are returned: the others go on without them.
 

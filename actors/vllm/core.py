@@ -99,7 +99,9 @@ class VLLMCore:
     def get_weights(self) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers by the trainer's names.
 
-        Sharded parameters are DTensors.
+        They are the tensors that the engine computes with, not copies: relay's own Decoder runs
+        inside vLLM (model.py). On a CPU, linear layers multiply with reordered copies, which
+        `weights_changed` makes anew. With tensor parallelism sharded parameters are DTensors.
         """
         parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return parameters | {name: self.model.get_buffer(name) for name in self._buffer_names}
@@ -165,47 +167,62 @@ class VLLMCore:
             self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def weights_changed(self) -> None:
-        """Adapt kernels, requests and prefix cache to new weights, between two steps.
+        """Adapt kernels, prefix cache and requests to new weights, between two steps.
 
-        The prefix cache never mixes weights. Under "keep", blocks in use cannot be dropped from the
-        cache, so the cache is salted by the number of updates when a request starts; running
-        requests go on with their blocks, which later requests cannot find.
+        A request that starts from here on reads no key or value of older weights. Requests that
+        have tokens already keep theirs, unless `on_update` is "recompute".
         """
-        self._policy.weights_changed()
+        self._policy.pack_weights()
+        # Part of the salt: a request that is enqueued from here on finds no older block.
         self._num_updates += 1
 
+        self._reset_prefix_cache()
+        self._zero_tainted_cache()
+
+        at_prompt = self._abort_requests_at_prompt()
+        self._salt_waiting_requests()
+        # Backwards, as each goes to the front: they keep their order, before all that wait.
+        for request in reversed(at_prompt):
+            self._enqueue(request, first=True)
+
+    def _reset_prefix_cache(self) -> None:
+        """Drop the cached blocks; under "keep" they stay while requests run, hidden by the salt."""
         if self._on_update == "recompute":
+            # Running requests wait again, and compute the keys and values of their tokens anew.
             self._client.reset_prefix_cache(reset_running_requests=True)
         elif not self._running and not self._client.reset_prefix_cache():
             raise RuntimeError(
                 "the prefix cache was not reset: some of its blocks are still in use"
             )
 
+    def _zero_tainted_cache(self) -> None:
         if self._cache_is_tainted and not self._running:
             # A kernel may multiply the old content of a block by 0, and NaN * 0 is NaN.
             for cache in self._caches:
                 cache.zero_()
             self._cache_is_tainted = False
-        # Requests that are still at their prompt start again: none of their tokens is drawn yet.
-        at_prompt: list[str] = []
+
+    def _abort_requests_at_prompt(self) -> list[Request]:
+        """End the running requests that have no token yet, and return them to be started again."""
+        ids: list[str] = []
         for running in self._scheduler.running:
             if running.num_output_tokens == 0:
-                at_prompt.append(running.request_id)
-        for request_id in at_prompt:
-            self._client.abort_requests([request_id])
+                ids.append(running.request_id)
 
-        # Waiting requests have no computed tokens.
+        for request_id in ids:
+            self._client.abort_requests([request_id])
+        return [self._running[int(request_id)] for request_id in ids]
+
+    def _salt_waiting_requests(self) -> None:
+        """Give waiting requests, which have no computed tokens, the new salt."""
         for waiting in self._scheduler.waiting:
             waiting.cache_salt = self._salt
             waiting.block_hashes = []
             waiting.update_block_hashes()
 
-        # Backwards, as each goes to the front: they keep their order, before all that wait.
-        for request_id in reversed(at_prompt):
-            self._enqueue(self._running[int(request_id)], first=True)
-
     @property
     def _salt(self) -> str:
+        """Part of the hash of a request's blocks: no request finds blocks of earlier weights."""
         return str(self._num_updates)
 
     def _enqueue(self, request: Request, *, first: bool) -> None:
@@ -248,7 +265,7 @@ class VLLMCore:
         else:
             # The blocks lose their content, so that later prompts must not find them.
             self._client.reset_prefix_cache()
-            self._policy.drop_copies()
+            self._policy.unpack_weights()
             for tensor, size in zip(self._lent, self._sizes, strict=True):
                 tensor.untyped_storage().resize_(0 if asleep else size)
                 if not asleep:

@@ -9,7 +9,8 @@ it.
 One loop steps the engine. It waits for work (calls, aborts, pauses, the close), for the engine's
 thread, and during a pause for the caller that writes the weights. With tensor parallelism each rank
 has an engine in its own process. Requests are given to rank 0 only, weight updates to all ranks;
-`actors.vllm.lockstep` keeps the ranks in step.
+`actors.vllm.lockstep` keeps the ranks in step, and `actors.vllm.pauses` shows how a caller and the
+loops of all ranks come together for an update.
 
 vllm is imported when the engine starts, so that a controller can read the config without it.
 """
@@ -22,8 +23,8 @@ import itertools
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -33,7 +34,8 @@ import torch
 from torch import Tensor
 
 from actors.vllm.config import ENVIRONMENT, GeneratorConfig
-from actors.vllm.lockstep import EngineTurn, Lockstep, Pause, Pauses
+from actors.vllm.lockstep import EngineTurn, Lockstep
+from actors.vllm.pauses import Pause, Pauses
 from actors.vllm.requests import (
     Begun,
     Drawn,
@@ -53,7 +55,6 @@ from rl.models.files.hf import read_hf_config
 from rl.models.files.tokenizer import open_tokenizer
 from rl.models.sampling import End, spells_any
 from rl.models.spec import ModelSpec
-from rl.observability.spans import span
 from rl.types import Completion, SamplingParams
 from rl.utils.threads import WorkerThread
 
@@ -223,9 +224,11 @@ class GeneratorEngine(Configurable):
     ) -> T:
         """Let `write` overwrite `model_state_dict()` in place with the weights of `version`.
 
-        Call it on every rank; it returns the result of `write` when all ranks have written. After a
-        failure there are no valid weights: running requests fail, and nothing is generated until an
-        update succeeds.
+        Call it on every rank. `write` runs in a pause between two steps (pauses.py), with
+        `on_update` drain after the running requests have finished. Then all ranks agree that they
+        have written, and `VLLMCore.weights_changed` adapts kernels and cache before the next step.
+        After a failure there are no valid weights: running requests fail, and nothing is generated
+        until an update succeeds.
 
         Raises:
             GeneratorError: another rank failed to write, or the engine was closed or has failed.
@@ -304,29 +307,14 @@ class GeneratorEngine(Configurable):
                 self._tokenizer, _ = await asyncio.to_thread(open_tokenizer, folder)
         return partial(spells_any, texts, tokenizer=self._tokenizer)
 
-    @asynccontextmanager
-    async def _pause(self, pause: Pause) -> AsyncIterator[None]:
-        """Hold all ranks between two steps, while the body changes this rank's engine."""
+    def _pause(self, pause: Pause) -> AbstractAsyncContextManager[None]:
+        """Return a context in which no rank steps, and this rank's engine may be changed."""
         self._check_serving()
         if pause.version is not None and self._core.asleep:
             raise GeneratorError(
                 f"the generator sleeps: wake must be called before version {pause.version} is taken"
             )
-        request = self._pauses.add(pause)
-        with span("waits for a turn", version=pause.version):
-            await request.begun
-
-        changed = False
-        try:
-            yield
-            changed = True
-        finally:
-            # Also after a failure or a cancellation: all ranks stand still until this one answers.
-            if not request.changed.done():
-                request.changed.set_result(changed)
-
-        if not await request.ended:
-            raise GeneratorError(f"{pause} failed on another rank of the generator")
+        return self._pauses.add(pause).use_engine()
 
     async def _run(self, thread: WorkerThread) -> None:
         """Step the engine until it is closed or fails; then fail every waiting caller."""
@@ -338,7 +326,7 @@ class GeneratorEngine(Configurable):
                     assert self.policy_version is not None
                     self._queue.deliver(drawn, self.policy_version)
                 if turn.pause is not None:
-                    await self._hold(turn.pause, thread)
+                    await self._run_pause(turn.pause, thread)
                 if turn.stop:
                     break
 
@@ -369,6 +357,7 @@ class GeneratorEngine(Configurable):
 
             pause = self._pauses.choose_next()
             if pause is not None:
+                # Under drain, and before a sleep, running requests finish first.
                 if self._core.has_requests and (self._drains or pause.version is None):
                     return EngineTurn(abort=aborted, step=True)
                 return EngineTurn(abort=aborted, pause=pause)
@@ -403,30 +392,27 @@ class GeneratorEngine(Configurable):
             self._lockstep.record(drawn)
         return turn, drawn
 
-    async def _hold(self, pause: Pause, thread: WorkerThread) -> None:
-        """Let the caller change the engine, and agree with all ranks that it is changed."""
+    async def _run_pause(self, pause: Pause, thread: WorkerThread) -> None:
+        """Let this rank's caller change the engine, and agree with all ranks that it is changed."""
         request = await self._pauses.wait_for_request(
             pause, rank=self._lockstep.rank, timeout_s=self._lockstep.timeout_s
         )
 
-        # The request stays in the list until it is over, so that a failure reaches its caller;
-        # until then the weights belong to no version.
-        self.policy_version, changed = None, False
-        if not request.begun.cancelled():
-            request.begun.set_result(True)
-            changed = await request.changed
-
+        # Until all ranks agree, the weights belong to no version.
+        self.policy_version = None
+        changed = await request.let_caller_change()
         everywhere = await thread.run(self._end_pause, pause, changed)
+
         if not everywhere:
             self._queue.fail(GeneratorError(f"{pause} failed"))
         elif pause.version is None:
             self._queue.fail(GeneratorError("the generator went to sleep"))
         else:
-            self.policy_version = pause.version
+            self.policy_version = pause.version  # Requests go on, with the new weights.
 
+        # Removed only now: until here a failure of the loop has to reach the caller.
         self._pauses.remove(request)
-        if not request.ended.done():
-            request.ended.set_result(everywhere)
+        request.end(everywhere=everywhere)
 
     def _end_pause(self, pause: Pause, changed: bool) -> bool:
         """Return whether all ranks succeeded, and prepare the engine for the next step."""

@@ -1,4 +1,4 @@
-"""Turns of an engine, which keep tensor-parallel ranks in step, and pauses between its steps.
+"""Turns of an engine, which keep tensor-parallel ranks in step.
 
 With tensor parallelism each rank has its own engine, scheduler, cache and sampler in its own
 process. They stay equal because rank 0 alone decides: before each engine step it broadcasts an
@@ -10,11 +10,10 @@ longer than the deadline gives up; the connection to a dead rank closes at once.
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from actors.vllm.pauses import Pause
 from actors.vllm.requests import Drawn, Request
 
 IDLE_TURNS_PER_TIMEOUT = 4
@@ -29,95 +29,6 @@ IDLE_TURNS_PER_TIMEOUT = 4
 
 class SilentRankError(ConnectionError, TimeoutError):
     """A connected rank did not take part within the deadline."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pause:
-    """Time between two steps in which every rank writes weights, falls asleep or wakes."""
-
-    version: int | None = None
-    """Policy version of the weights that are written; None to sleep or wake."""
-    asleep: bool = False
-    """True to sleep; running requests finish first."""
-
-    def __str__(self) -> str:
-        if self.version is not None:
-            return f"the update of the weights to version {self.version}"
-        return "sleep" if self.asleep else "wake"
-
-
-def _make_future() -> asyncio.Future[bool]:
-    return asyncio.get_running_loop().create_future()
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class PauseRequest:
-    """A pause that this rank's caller has asked for, and the three moments of its progress."""
-
-    pause: Pause
-    begun: asyncio.Future[bool] = field(default_factory=_make_future)
-    """No step is running: the caller may change the engine."""
-    changed: asyncio.Future[bool] = field(default_factory=_make_future)
-    """The caller is done; True if it succeeded."""
-    ended: asyncio.Future[bool] = field(default_factory=_make_future)
-    """All ranks are done; True if all succeeded."""
-
-
-class Pauses:
-    """The pauses that callers of this rank have asked for and that are not over."""
-
-    def __init__(self, changed: asyncio.Event) -> None:
-        """`changed` is set when a pause is asked for."""
-        self._changed = changed
-        self._requests: list[PauseRequest] = []
-
-    @property
-    def bring_weights(self) -> bool:
-        return any(request.pause.version is not None for request in self._requests)
-
-    def add(self, pause: Pause) -> PauseRequest:
-        request = PauseRequest(pause=pause)
-        self._requests.append(request)
-        self._changed.set()
-        return request
-
-    def choose_next(self) -> Pause | None:
-        """Return the pause to begin, None if none is asked for."""
-        # A caller that was cancelled before its pause began changes nothing.
-        self._requests = [request for request in self._requests if not request.begun.cancelled()]
-
-        # Weights first, as they cannot be written once the engine sleeps.
-        for request in self._requests:
-            if request.pause.version is not None:
-                return request.pause
-        return self._requests[0].pause if self._requests else None
-
-    async def wait_for_request(self, pause: Pause, *, rank: int, timeout_s: float) -> PauseRequest:
-        """Wait for this rank's request for the pause that rank 0 decided on, and return it."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    self._changed.clear()
-                    for request in self._requests:
-                        if request.pause == pause:
-                            return request
-                    await self._changed.wait()
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"rank {rank}: rank 0 begins {pause}, but this rank was not asked for it within "
-                f"{timeout_s:g} s"
-            ) from error
-
-    def remove(self, request: PauseRequest) -> None:
-        self._requests.remove(request)
-
-    def fail(self, failure: Exception) -> None:
-        """Fail every caller at the moment that it waits for."""
-        for request in self._requests:
-            future = request.ended if request.begun.done() else request.begun
-            if not future.done():
-                future.set_exception(failure)
-        self._requests = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

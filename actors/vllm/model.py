@@ -102,13 +102,13 @@ class VLLMPolicy(nn.Module):
             if not on_gpu and tp_size == 1:
                 self.head = PackedLinear(self.model.head_weight, in_float32=self.spec.float32_head)
 
-    def weights_changed(self) -> None:
-        """Copy the weights that were written to where kernels read them."""
+    def pack_weights(self) -> None:
+        """Copy the weights of linear layers in the order of a CPU's kernel; on a GPU do nothing."""
         for layer in self._list_packed_layers():
             layer.pack()
 
-    def drop_copies(self) -> None:
-        """Give back the memory of the copied weights."""
+    def unpack_weights(self) -> None:
+        """Give back the memory of the copies."""
         for layer in self._list_packed_layers():
             layer.unpack()
 

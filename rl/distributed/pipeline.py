@@ -44,6 +44,27 @@ HiddenStates = Callable[..., Tensor]
 """`torch.empty` with the size [t, E] and the dtype of hidden states, on the meta device."""
 
 
+class _Reader:
+    """Caller's `read`, within the last stage; its first error is kept until the pass is over."""
+
+    def __init__(self, read: Callable[..., Tensor | None]) -> None:
+        self._read = read
+        self.error: Exception | None = None
+
+    def read(self, batch: Any, values: tuple[Tensor, ...]) -> Tensor:
+        """Return the number that `read` gives for a micro-batch's values.
+
+        The number has a gradient in any case, as the schedule calls backward on it.
+        """
+        number: Tensor | None = None
+        try:
+            number = self._read(batch, *values)
+        except Exception as error:  # noqa: BLE001 - Raised after the pass.
+            if self.error is None:
+                self.error = error
+        return 0.0 * values[0].sum() if number is None else number
+
+
 class Pipeline:
     """One rank's stages, and their connection to those of other ranks."""
 
@@ -105,7 +126,7 @@ class Pipeline:
     def run(
         self,
         batches: Sequence[T],
-        prepared: Callable[[T], tuple[T, *Arguments]],
+        prepare: Callable[[T], tuple[T, *Arguments]],
         read: Callable[..., Tensor | None],
         *,
         hidden: HiddenStates,
@@ -117,28 +138,20 @@ class Pipeline:
         all ranks, after the micro-batches: the other stages wait for gradients.
 
         Args:
-            prepared: gives a micro-batch as this rank takes it, and its arguments; `head` among
+            prepare: gives a micro-batch as this rank takes it, and its arguments; `head` among
                 them is for the last stage, which calls `read` with the micro-batch and the head's
                 values.
         """
-        errors: list[Exception] = []
+        reader = _Reader(read)
 
-        def arguments(index: int, is_last: bool) -> Arguments:
-            batch, ids, options = prepared(batches[index])
+        def make_arguments(number: int, is_last: bool) -> Arguments:
+            batch, ids, options = prepare(batches[number])
             head = options.pop("head")
+            if is_last:
+                options["head"] = lambda states, weight: reader.read(batch, head(states, weight))
+            return ids, options
 
-            def result(states: Tensor, weight: Tensor) -> Tensor:
-                values, number = head(states, weight), None
-                try:
-                    number = read(batch, *values)
-                except Exception as error:  # noqa: BLE001 - Raised below.
-                    errors.append(error)
-                # A number with gradient in any case, as the schedule calls backward on it.
-                return 0.0 * values[0].sum() if number is None else number
-
-            return ids, options | ({"head": result} if is_last else {})
-
-        self._arguments = arguments
+        self._arguments = make_arguments
         try:
             self._pass(len(batches), hidden, backward=backward)
         finally:
@@ -146,7 +159,7 @@ class Pipeline:
             head = self.tied[1]
             if head is not None:
                 head.grad = None  # Also after an error.
-        error = self.broadcast_from_last(_make_sendable(errors[0] if errors else None))
+        error = self.broadcast_from_last(_make_sendable(reader.error))
         if error is not None:
             raise error
 

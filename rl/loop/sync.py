@@ -1,7 +1,8 @@
 """Push weights and let generators pull them, in the background, one version at a time.
 
-begin            the trainer pushes while it computes the next gradient
-wait_for_push    before an update changes the weights that are still being copied
+begin            after the last optimizer step of a loop's step: the trainer pushes, while it
+                 computes the next gradient if the loop may be off-policy
+wait_for_push    before an optimizer step changes the weights that are still being copied
 wait_for_pull    before the next push, before an evaluation, and at the end of a run
 """
 

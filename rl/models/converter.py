@@ -10,7 +10,7 @@ outside the trainer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -155,10 +155,14 @@ class ModelConverters:
         for member in self.members:
             member.post_optimizer_hook(model)
 
-    def plain_tensors(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[str, Tensor]]:
-        """Yield the plain model's tensors of these parameters, in the converted model's layout.
+    def yield_plain_tensors(
+        self, parameters: Mapping[str, nn.Parameter]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the plain model's value of each of these parameters, in the parameter's layout.
 
-        Parameters that converters added are skipped. Every rank must consume all.
+        LoRA merges its adapter into the weight, float8 takes off its wrapper; without converters
+        the parameters themselves are yielded. Parameters that converters added are skipped. Every
+        rank must consume all.
         """
         for name in self.plain_names:
             if name not in parameters:

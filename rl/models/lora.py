@@ -137,17 +137,9 @@ class LoRA(ModelConverter):
     ) -> LowRank:
         """Add the adapter of a layer beside it; `adapted` numbers its Hugging Face weights."""
         weight = f"{name}.weight"
-        # Each row of a Hugging Face weight holds the weight's number, and the family regroups the
-        # rows as it does with real weights: the result tells where each row of ours came from.
-        rows = self._count_hf_rows(weight, linear.out_features).values()
-        parts = [torch.full((num, 1), number, device="cpu") for number, num in enumerate(rows)]
-        source_O1 = self._hf.from_hf(weight, parts)
-        assert source_O1.shape == (linear.out_features, 1), (
-            "the state-dict adapter must regroup rows alone"
-        )
         adapter = LowRank(
             linear,
-            source_O=source_O1.squeeze(1),
+            source_O=self._find_sources(weight, linear.out_features),
             adapted=adapted,
             rank=self.config.rank,
             scale=self.config.scale,
@@ -156,6 +148,22 @@ class LoRA(ModelConverter):
         setattr(model.get_submodule(parent), f"{leaf}{SUFFIX}", adapter)
         self._adapters[weight] = adapter
         return adapter
+
+    def _find_sources(self, weight: str, num_rows: int) -> Tensor:
+        """Return the number of the Hugging Face weight that each row of ours comes from, [O].
+
+        Example:
+            A qkv_proj of two groups with two query heads each, of one row a head: q_proj's rows
+            are 0, k_proj's 1 and v_proj's 2, in groups: [0, 0, 1, 2, 0, 0, 1, 2].
+        """
+        # The family's own regrouping of rows tells: it gets weights of one column whose rows hold
+        # the weight's number.
+        hf_weights = []
+        for number, num_hf_rows in enumerate(self._count_hf_rows(weight, num_rows).values()):
+            hf_weights.append(torch.full((num_hf_rows, 1), number, device="cpu"))
+        source_O1 = self._hf.from_hf(weight, hf_weights)
+        assert source_O1.shape == (num_rows, 1), "the state-dict adapter must regroup rows alone"
+        return source_O1.squeeze(1)
 
     def _count_hf_rows(self, weight: str, num_rows: int) -> dict[str, int]:
         """Return the number of rows of each Hugging Face weight in ours, which has `num_rows`."""

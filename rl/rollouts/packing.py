@@ -43,6 +43,7 @@ class Piece:
     """Inputs `begin` to `end` of a sample."""
 
     sample: int
+    """Number among the samples of the micro-batch."""
     begin: int
     end: int
     rows: slice
@@ -115,9 +116,7 @@ class PackedBatch:
     def scatter(self, values_T: np.ndarray) -> dict[int, np.ndarray]:
         """Split values per token into one [L + 1] array for each sample, by its index.
 
-        Entry 0 is 0.
-
-        Values of shape [T, K] become [L + 1, K].
+        Entry 0 is 0. Values of shape [T, K] become [L + 1, K].
         """
         pad = np.zeros((1, *values_T.shape[1:]), dtype=values_T.dtype)
         by_sample: dict[int, np.ndarray] = {}
@@ -156,41 +155,36 @@ def pack(
     """
     _check(samples, max_tokens=max_tokens, max_length=max_length)
     lengths = _list_lengths(samples)
+
     if num_allowed is not None:
-        max_tokens = _lower_limit(lengths, max_tokens, num=num_ranks * num_allowed(1))
-    plan = plan_micro_batches(
+        # Small enough that a pipeline gets as many as it needs; but a sample is never cut.
+        share = -(-sum(lengths) // (num_ranks * num_allowed(1)))
+        max_tokens = min(max_tokens, max(share, *lengths))
+    micro_batches = plan_micro_batches(
         lengths,
         families=group_families(samples) if share_prompts else None,
         max_tokens=max_tokens,
         num_ranks=num_ranks,
         max_sequences=max_sequences,
-    )
-    micro_batches = plan[rank]
+    )[rank]
     if num_allowed is not None:
         _fill_up(micro_batches, num_allowed(len(micro_batches)))
 
-    layouts = []
-    for indices in micro_batches:
-        layouts.append(_make_pieces([samples[i] for i in indices], share=share_prompts))
+    layouts = [_make_pieces(samples, indices, share=share_prompts) for indices in micro_batches]
 
-    most = None
+    max_padding: int | None = None
     if num_allowed is not None:
         # Stages of a pipeline exchange buffers of one size, so the longest micro-batch sets the
         # length of all. Padding is cut, so that it is never the longest sequence of a batch.
         longest = max(map(_count_rows, layouts), default=0) or 1
-        pad_multiple, most = longest + -longest % pad_multiple, max(lengths, default=1)
+        pad_multiple = longest + -longest % pad_multiple
+        max_padding = max(lengths, default=1)
 
     batches = []
     for indices, pieces in zip(micro_batches, layouts, strict=True):
-        batches.append(_pack_one(samples, indices, pieces, pad_multiple=pad_multiple, most=most))
+        padding = _add_padding(pieces, len(indices), multiple=pad_multiple, max_length=max_padding)
+        batches.append(_pack_micro_batch(samples, indices, pieces, padding=padding))
     return batches
-
-
-def _lower_limit(lengths: Sequence[int], max_tokens: int, *, num: int) -> int:
-    """Return the limit of tokens under which the samples fill `num` micro-batches."""
-    share = -(-sum(lengths) // num)
-    # A sample is never cut.
-    return min(max_tokens, max(share, *lengths))
 
 
 def _list_lengths(samples: Sequence[TrainingSample]) -> list[int]:
@@ -331,80 +325,101 @@ def _check(samples: Sequence[TrainingSample], *, max_tokens: int, max_length: in
                 )
 
 
-def _pack_one(
-    samples: Sequence[TrainingSample],
-    indices: list[int],
-    pieces: list[Piece],
-    *,
-    pad_multiple: int,
-    most: int | None,
-) -> PackedBatch:
-    """Pack the samples at `indices` in these pieces; padding in pieces of at most `most` tokens."""
-    chosen = [samples[i] for i in indices]
-    # The padding is a sequence with the number after those of the samples.
-    padding = _add_padding(pieces, len(chosen), pad_multiple=pad_multiple, most=most)
+def _add_padding(
+    pieces: list[Piece], sample: int, *, multiple: int, max_length: int | None
+) -> list[int]:
+    """Append padding up to a multiple of the rows, as number `sample`; return its lengths."""
     num_rows = _count_rows(pieces)
+    # A micro-batch of padding alone still has tokens, because every rank runs the model on it.
+    num_padding = -num_rows % multiple if num_rows else multiple
+    lengths = []
+    while num_padding > 0:
+        length = num_padding if max_length is None else min(max_length, num_padding)
+        pieces.append(Piece(sample, 0, length, slice(num_rows, num_rows + length), NO_ROWS))
+        lengths.append(length)
+        num_rows += length
+        num_padding -= length
+    return lengths
 
-    # The last piece of a sample says where the sample's other rows are.
-    last_pieces: dict[int, Piece] = {}
-    lengths: list[int] = []
-    ids_of_pieces, positions_of_pieces = [], []
-    for piece in pieces:
-        last_pieces[piece.sample] = piece
-        lengths.append(piece.end - piece.begin)
-        ids_of_pieces.append(piece.sample)
-        positions_of_pieces.append(np.arange(piece.begin, piece.end))
-    sequence_ids = np.repeat(ids_of_pieces, lengths)
 
-    def join(name: str, dtype: type, padding: float, *, shift: int = 1) -> Tensor:
-        """Return the values of all pieces, with padding; `shift` 1 takes those of the targets."""
-        shape = (num_rows, *getattr(samples[0], name).shape[1:])
-        values_T: np.ndarray = np.full(shape, padding, dtype=dtype)
-        for piece in pieces:
-            if piece.sample < len(chosen):
-                values = getattr(chosen[piece.sample], name)
-                values_T[piece.rows] = values[piece.begin + shift : piece.end + shift]
-        return torch.from_numpy(values_T)
+def _pack_micro_batch(
+    samples: Sequence[TrainingSample],
+    indices: Sequence[int],
+    pieces: Sequence[Piece],
+    *,
+    padding: Sequence[int],
+) -> PackedBatch:
+    """Join the samples at `indices` in these pieces, the last of which are padding."""
+    chosen = [samples[i] for i in indices]
+    # A micro-batch of padding alone has the fields of the samples elsewhere.
+    fields = _JoinedFields(chosen, pieces, samples[0])
+    mask = fields.join("mask", np.bool_, False)
+    ratio_mask = fields.join_optional("ratio_mask", np.bool_)
 
-    def join_optional(name: str, dtype: type = np.float32) -> Tensor | None:
-        return None if getattr(samples[0], name) is None else join(name, dtype, 0)
-
-    mask, ratio_mask = join("mask", np.bool_, False), join_optional("ratio_mask", np.bool_)
+    sequence_ids_T, positions_T = _number_rows(pieces)
     temperatures_S = np.asarray([s.temperature for s in chosen] + [1.0], dtype=np.float32)
     return PackedBatch(
-        input_ids=join("token_ids", np.int64, 0, shift=0),
-        targets=join("token_ids" if samples[0].targets is None else "targets", np.int64, 0),
-        positions=torch.from_numpy(np.concatenate(positions_of_pieces)),
-        sequences=_make_layout(pieces, lengths),
+        input_ids=fields.join("token_ids", np.int64, 0, shift=0),
+        targets=fields.join("token_ids" if samples[0].targets is None else "targets", np.int64, 0),
+        positions=torch.from_numpy(positions_T),
+        sequences=_make_layout(pieces),
         mask=mask,
-        advantages=join("advantages", np.float32, 0.0),
-        generator_logprobs=join("generator_logprobs", np.float32, np.nan),
-        reference_logprobs=join_optional("reference_logprobs"),
-        proximal_logprobs=join_optional("proximal_logprobs"),
+        advantages=fields.join("advantages", np.float32, 0.0),
+        generator_logprobs=fields.join("generator_logprobs", np.float32, np.nan),
+        reference_logprobs=fields.join_optional("reference_logprobs"),
+        proximal_logprobs=fields.join_optional("proximal_logprobs"),
         ratio_mask=ratio_mask,
         loss_rows=_find_loss_rows(mask, ratio_mask),
-        temperatures=torch.from_numpy(temperatures_S[sequence_ids]),
-        sequence_ids=torch.from_numpy(sequence_ids),
+        temperatures=torch.from_numpy(temperatures_S[sequence_ids_T]),
+        sequence_ids=torch.from_numpy(sequence_ids_T),
         num_sequences=len(chosen),
         sample_indices=tuple(indices),
         lengths=tuple(_list_lengths(chosen)),
-        rows=tuple(_list_rows(last_pieces[i]) for i in range(len(chosen))),
+        rows=_list_rows(pieces, num_samples=len(chosen)),
         padding=tuple(padding),
     )
 
 
-def _add_padding(
-    pieces: list[Piece], sample: int, *, pad_multiple: int, most: int | None
-) -> list[int]:
-    """Append padding up to a multiple of `pad_multiple` rows; return the lengths of its pieces."""
-    num_rows = _count_rows(pieces)
-    # A micro-batch of padding alone still has tokens, because every rank runs the model on it.
-    num_padding = -num_rows % pad_multiple if num_rows else pad_multiple
-    padding = _cut(num_padding, most=most)
-    for length in padding:
-        pieces.append(Piece(sample, 0, length, slice(num_rows, num_rows + length), NO_ROWS))
-        num_rows += length
-    return padding
+@dataclass(frozen=True, slots=True)
+class _JoinedFields:
+    """Fields of a micro-batch's samples, joined in the order of its pieces."""
+
+    samples: Sequence[TrainingSample]
+    pieces: Sequence[Piece]
+    like: TrainingSample
+    """Sample with the shapes of all; `samples` may be empty."""
+
+    def join(self, name: str, dtype: type, padding: float, *, shift: int = 1) -> Tensor:
+        """Return the values of all pieces, with padding; `shift` 1 takes those of the targets."""
+        shape = (_count_rows(self.pieces), *getattr(self.like, name).shape[1:])
+        values_T: np.ndarray = np.full(shape, padding, dtype=dtype)
+        for piece in self.pieces:
+            if piece.sample < len(self.samples):
+                values = getattr(self.samples[piece.sample], name)
+                values_T[piece.rows] = values[piece.begin + shift : piece.end + shift]
+        return torch.from_numpy(values_T)
+
+    def join_optional(self, name: str, dtype: type = np.float32) -> Tensor | None:
+        return None if getattr(self.like, name) is None else self.join(name, dtype, 0)
+
+
+def _number_rows(pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
+    """Return each row's number of its sample, and of its input in the sample, both [T] int64."""
+    sample_ids, positions = [], []
+    for piece in pieces:
+        sample_ids.append(np.full(piece.end - piece.begin, piece.sample))
+        positions.append(np.arange(piece.begin, piece.end))
+    return np.concatenate(sample_ids), np.concatenate(positions)
+
+
+def _list_rows(pieces: Sequence[Piece], *, num_samples: int) -> tuple[tuple[slice, ...], ...]:
+    """Return the rows of each sample: those of the shared prompt, if it has one, and its own."""
+    rows: list[tuple[slice, ...]] = [()] * num_samples
+    for piece in pieces:
+        if piece.sample < num_samples:
+            # The sample that is stored with the prompt has a later piece, which names both.
+            rows[piece.sample] = (piece.prefix, piece.rows) if piece.begin else (piece.rows,)
+    return tuple(rows)
 
 
 def _find_loss_rows(mask: Tensor, ratio_mask: Tensor | None) -> Tensor:
@@ -417,28 +432,15 @@ def _find_loss_rows(mask: Tensor, ratio_mask: Tensor | None) -> Tensor:
     return loss_rows if len(loss_rows) else loss_rows.new_zeros(1)
 
 
-def _make_layout(pieces: Sequence[Piece], lengths: Sequence[int]) -> SequenceLayout:
-    prefixes = []
+def _make_layout(pieces: Sequence[Piece]) -> SequenceLayout:
+    lengths, prefixes = [], []
     for piece in pieces:
+        lengths.append(piece.end - piece.begin)
         prefixes.append((piece.prefix.start, piece.prefix.stop))
     # Without shared prompts no keys have to be gathered from elsewhere.
     if set(prefixes) <= {(NO_ROWS.start, NO_ROWS.stop)}:
-        return SequenceLayout.from_lengths(list(lengths))
-    return SequenceLayout.after_prefixes(list(lengths), prefixes)
-
-
-def _cut(length: int, *, most: int | None) -> list[int]:
-    """Cut a length into pieces of at most `most`."""
-    pieces = []
-    while length > 0:
-        pieces.append(length if most is None else min(most, length))
-        length -= pieces[-1]
-    return pieces
-
-
-def _list_rows(piece: Piece) -> tuple[slice, ...]:
-    """Return the rows of a sample whose last piece this is."""
-    return (piece.prefix, piece.rows) if piece.begin else (piece.rows,)
+        return SequenceLayout.from_lengths(lengths)
+    return SequenceLayout.after_prefixes(lengths, prefixes)
 
 
 def count_shareable(sample: TrainingSample) -> int:
@@ -469,8 +471,11 @@ def group_families(samples: Sequence[TrainingSample]) -> list[list[int]]:
     return [*members.values(), *alone]
 
 
-def _make_pieces(samples: Sequence[TrainingSample], *, share: bool) -> list[Piece]:
+def _make_pieces(
+    samples: Sequence[TrainingSample], indices: Sequence[int], *, share: bool
+) -> list[Piece]:
     """Return the pieces of a micro-batch in order: each shared prompt before what follows it."""
+    samples = [samples[i] for i in indices]
     lengths = _list_lengths(samples)
     families = group_families(samples) if share else []
     num_saved = 0

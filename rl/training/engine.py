@@ -391,10 +391,13 @@ class TrainingEngine(Configurable):
             save_adapter(self.policy, folder)
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """Return the plain model's parameters, adapters merged, and persistent buffers by name.
+        """Return the plain model's parameters and persistent buffers by name, as generators load.
 
-        Parameters have no gradient and are DTensors if a mesh shards them; unconverted ones are not
-        copied. A rank of a pipeline has those of its stages.
+        Names are those of the Decoder without converters: `layers.0.attention.qkv_proj.weight` is
+        there, LoRA's factors are not, since adapters are merged into their weights. What a mesh
+        shards is a DTensor with this rank's shard. Parameters that no converter changes are the
+        trained parameters themselves, detached and not copied: the next step changes them. A rank
+        of a pipeline has the tensors of its stages.
         """
         self._check_version()
         with await_ranks("model_state_dict"):

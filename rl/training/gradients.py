@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,20 +85,24 @@ class GradientAccumulator:
         """Norms of this rank's shards of the gradients that are freed."""
 
     def step_early_with(self, step: Callable[[nn.Parameter], None]) -> None:
-        """Step each parameter in the backward of a call's last micro-batch; free its gradient."""
+        """Call `step` with each parameter in the backward of a call's last micro-batch.
 
-        def step_early(parameter: nn.Parameter) -> None:
-            # Set as soon as the last micro-batch's loss is known, before its backward.
-            if self.has_stepped:
-                place_gradients([parameter])
-                # The step's norm is reported although it comes too late to clip.
-                self._norms |= compute_local_norms([parameter])
-                step(parameter)
-                parameter.grad = None
-
+        A parameter's gradient is complete there, and freed after the step.
+        """
         self._steps_early = True
+        hook = partial(self._step_early, step)
         for parameter in self._policy.trained_parameters.values():
-            parameter.register_post_accumulate_grad_hook(step_early)
+            parameter.register_post_accumulate_grad_hook(hook)
+
+    def _step_early(self, step: Callable[[nn.Parameter], None], parameter: nn.Parameter) -> None:
+        # Set as soon as the last micro-batch's loss is known, before its backward.
+        if not self.has_stepped:
+            return
+        place_gradients([parameter])
+        # The step's norm is reported although it comes too late to clip.
+        self._norms |= compute_local_norms([parameter])
+        step(parameter)
+        parameter.grad = None
 
     def add(
         self,
@@ -214,12 +219,13 @@ class GradientAccumulator:
 
     def _run(self, call: CallSums, *, loss: Loss, backward: bool) -> None:
         """Take the micro-batches of a call forward and, if asked, backward."""
-        policy, batches = self._policy, call.batches
+        batches = call.batches
         if self._reference is not None and getattr(loss, "uses_reference", False):
             batches = self._reference.attach(batches)
+        reads_entropy = uses_entropy(loss)
 
-        def read(batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor) -> Tensor:
-            inputs = _make_loss_inputs(batch, logprobs_T, entropy_T if uses_entropy(loss) else None)
+        def compute_loss(batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor) -> Tensor:
+            inputs = _make_loss_inputs(batch, logprobs_T, entropy_T if reads_entropy else None)
             output = loss(inputs)
             call.add(batch, inputs, output, logprobs_T, entropy_T)
             if backward:
@@ -230,12 +236,12 @@ class GradientAccumulator:
             # A micro-batch of padding goes backward too, because FSDP's ranks reduce together.
             return output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
 
-        policy.run(
+        self._policy.run(
             batches,
-            read,
+            compute_loss,
             backward=backward,
-            entropy_gradient=backward and uses_entropy(loss),
-            of_loss=lambda batch: not call.has_wanted(batch),
+            entropy_gradient=backward and reads_entropy,
+            only_loss_rows=lambda batch: not call.has_wanted(batch),
         )
 
     def _check_denominator(self, output: LossOutput) -> None:

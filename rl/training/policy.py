@@ -253,18 +253,13 @@ class Policy:
             self.loaded_from = base_model if all(loaded) else None
         self.converters.weights_loaded(self.model, fresh=False)
 
-    def plain_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield the parameters of the model without converters, adapters merged, in this layout.
-
-        Unconverted parameters are not copied. Every rank must consume all of them.
-        """
-        return self.converters.plain_tensors(self.parameters)
-
     def state_dict(self) -> dict[str, Tensor]:
-        """Return `plain_tensors` and persistent buffers by name.
+        """Return the plain model's tensors of this rank by name: parameters, persistent buffers.
 
         In a pipeline buffers are DTensors of their stage, as other stages have none.
         """
+        # Collective if adapters are merged.
+        parameters = dict(self.converters.yield_plain_tensors(self.parameters))
         buffers: dict[str, Tensor] = find_persistent_buffers(self.model)
         if self.pipeline is not None:
             assert self.mesh is not None
@@ -272,7 +267,7 @@ class Policy:
             for name, buffer in list(buffers.items()):
                 # All ranks of a stage have the same bits, so nothing has to be compared.
                 buffers[name] = DTensor.from_local(buffer, of_stage, alike, run_check=False)
-        return dict(self.plain_tensors()) | buffers
+        return parameters | buffers
 
     def gather_tensors(self, named: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
         """Yield (name, tensor, ...) of all ranks with whole tensors, one at a time.
@@ -324,7 +319,7 @@ class Policy:
         *,
         backward: bool = False,
         entropy_gradient: bool = False,
-        of_loss: Callable[[PackedBatch], bool] = lambda _: False,
+        only_loss_rows: Callable[[PackedBatch], bool] = lambda _: False,
     ) -> None:
         """Call `read` with each micro-batch's logprobs and entropies, float32 in nats; with
         `backward`, add the gradient of the sum of the numbers that it returns.
@@ -335,13 +330,16 @@ class Policy:
         Args:
             batches: of `pack`; they are copied to the device one by one.
             entropy_gradient: entropies have a gradient too.
-            of_loss: True for a micro-batch of which `read` needs the tokens of the loss alone; the
-                values of others may be 0.
+            only_loss_rows: True for a micro-batch of which `read` needs the tokens of the loss
+                alone; the values of others may be 0.
         """
 
         def prepare(batch: PackedBatch) -> tuple[PackedBatch, Tensor, dict[str, Any]]:
             batch = batch.to(self.device)
-            return batch, *self._prepare_arguments(batch, entropy_gradient, of_loss=of_loss(batch))
+            self._note_forward(batch)
+            if self.context is not None:
+                return batch, *self._prepare_share(batch, self.context, entropy_gradient)
+            return batch, *self._prepare_whole(batch, entropy_gradient, only_loss_rows(batch))
 
         dtype = self._options.param_dtype
         if self.pipeline is not None:
@@ -362,50 +360,51 @@ class Policy:
                 assert number is not None
                 number.backward()
 
-    def _prepare_arguments(
-        self, batch: PackedBatch, entropy_gradient: bool, *, of_loss: bool
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the model's input ids and its other arguments.
-
-        Among them is a head that gives the values of all tokens.
-        """
-        self._num_forwards += 1
+    def _note_forward(self, batch: PackedBatch) -> None:
         self._latest = batch
+        self._num_forwards += 1
         if self.device.type == "cpu" and self._num_forwards % FORWARDS_BETWEEN_TRIMS == 0:
             give_back_freed_memory()
-        if self.context is None:
-            # Batch-invariant products need whole tiles of rows.
-            is_part = (
-                of_loss
-                and get_row_multiple(self.spec) == 1
-                and len(batch.loss_rows) < batch.input_ids.numel()
-            )
-            rows = batch.loss_rows if is_part else None
-            head = self._make_head(batch.targets, batch.temperatures, entropy_gradient, rows_R=rows)
-            return batch.input_ids, {
-                "positions": batch.positions,
-                "sequences": batch.sequences,
-                "head": head,
-            }
 
-        # Each context-parallel rank computes its tokens; the head gathers the values of all, so
-        # that the loss need not know of the split.
-        context, num_tokens = self.context, batch.input_ids.numel()
+    def _prepare_whole(
+        self, batch: PackedBatch, entropy_gradient: bool, only_loss_rows: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return the model's input ids and its other arguments, without context parallelism."""
+        rows_R: Tensor | None = None
+        has_other_rows = len(batch.loss_rows) < batch.input_ids.numel()
+        # Batch-invariant products need whole tiles of rows.
+        if only_loss_rows and has_other_rows and get_row_multiple(self.spec) == 1:
+            rows_R = batch.loss_rows
+
+        head = self._make_head(batch.targets, batch.temperatures, entropy_gradient, rows_R=rows_R)
+        options = {"positions": batch.positions, "sequences": batch.sequences, "head": head}
+        return batch.input_ids, options
+
+    def _prepare_share(
+        self, batch: PackedBatch, context: ContextParallel, entropy_gradient: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return the input ids of this context-parallel rank's tokens, and the other arguments."""
+        num_tokens = batch.input_ids.numel()
         mine_t = to_device(context.token_indices(num_tokens), self.device)
-        share = batch.sequences
+        places_T = to_device(context.places(num_tokens), self.device)
+
+        sequences = batch.sequences
         if not self._options.parallelism.exchanges_heads:
-            share = SequenceLayout.of_rank(batch.all_lengths, context=context, device=self.device)
+            sequences = SequenceLayout.of_rank(
+                batch.all_lengths, context=context, device=self.device
+            )
+
         own_head = self._make_head(
             batch.targets[mine_t], batch.temperatures[mine_t], entropy_gradient
         )
-        places_T = to_device(context.places(num_tokens), self.device)
 
+        # It gathers the values of all tokens, so that the loss need not know of the split.
         def gathering_head(hidden_tE: Tensor, weight_VE: Tensor) -> tuple[Tensor, ...]:
-            return tuple(
-                context.gather(value_t, places_T) for value_t in own_head(hidden_tE, weight_VE)
-            )
+            values = own_head(hidden_tE, weight_VE)
+            return tuple(context.gather(value_t, places_T) for value_t in values)
 
-        options = {"positions": batch.positions[mine_t], "sequences": share, "head": gathering_head}
+        positions_t = batch.positions[mine_t]
+        options = {"positions": positions_t, "sequences": sequences, "head": gathering_head}
         return batch.input_ids[mine_t], options
 
     def mask_real_tokens(self) -> Tensor:

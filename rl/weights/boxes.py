@@ -157,17 +157,22 @@ def _check_is_box(name: str, placements: Sequence[Placement], mesh_shape: Sequen
         )
 
 
-def select_outgoing(
+def select_parts_to_push(
     state_dict: Mapping[str, Tensor],
     *,
     dtype: torch.dtype,
     buffer_names: Collection[str],
     rank: int = 0,
 ) -> list[Part]:
-    """Return the boxes that this rank sends, with the dtypes to send them in.
+    """Return the boxes that this rank pushes, with the dtypes to store them in.
 
-    Floating-point parameters are sent in `dtype`, buffers and integers in their own. Of ranks that
-    hold the same box, the first sends it; a tensor that is no DTensor counts as equal on all ranks.
+    Of ranks that hold the same box, the first pushes it. A tensor that is no DTensor counts as
+    equal on all ranks, so rank 0 pushes it whole. Floating-point parameters are stored in `dtype`,
+    buffers and integers in their own.
+
+    Example:
+        On a 2 x 2 mesh that replicates a tensor on the first axis and shards it on the second,
+        ranks 0 and 1 push half of the tensor each, ranks 2 and 3 nothing.
     """
     outgoing = []
     for part in list_parts(state_dict):
@@ -191,8 +196,12 @@ def _is_first_replica(value: Tensor, rank: int) -> bool:
     return True
 
 
-def lay_out(parts: Sequence[Part]) -> tuple[list[PackedPart], int]:
-    """Place the parts one after another; return them with their offsets, and the bytes of all."""
+def assign_offsets(parts: Sequence[Part]) -> tuple[list[PackedPart], int]:
+    """Place the boxes one after another in flat memory; return their places and the size in bytes.
+
+    Example:
+        Boxes of 6 and 8 bytes get the offsets 0 and 16, in 24 bytes.
+    """
     packed: list[PackedPart] = []
     end = 0
     for part in parts:
@@ -220,6 +229,10 @@ def plan_reads(
     version: int, parts: Sequence[Part], shards: Sequence[Sequence[PackedPart]]
 ) -> dict[int, list[Read]]:
     """Return the reads that fill `parts`, by the number of the shard that they read.
+
+    Example:
+        If shards 0 and 1 store rows 0 to 3 and 4 to 7 of a tensor, a part of its rows 2 to 5 needs
+        a read of rows 2 and 3 from shard 0, and of rows 4 and 5 from shard 1.
 
     Raises:
         WeightMismatchError: names or shapes differ, or the stored boxes do not cover a part.

@@ -176,7 +176,10 @@ def make_box_sum(name: str, box: Box, *, dtype: torch.dtype, value: int) -> BoxS
 def check_sums(
     *, version: int, pushed: Sequence[BoxSum], pulled: Mapping[str, Sequence[BoxSum]]
 ) -> None:
-    """Compare the checksums that the trainer's ranks sent with those of each generator.
+    """Compare the checksums of the boxes that were pushed with those of each generator's tensors.
+
+    The sums of boxes are added up to those of whole tensors first, since trainer and generators may
+    be sharded differently. Tensors must be the same ones, with equal dtypes, shapes and sums.
 
     Args:
         pushed: checksums of all trainer ranks; several ranks may send the same box.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -63,7 +63,9 @@ class Copier:
     async def run(self, copies: Sequence[Copy]) -> list[BoxSum]:
         """Copy everything and return the checksum of each destination.
 
-        After a cancellation, all threads have stopped writing before the error is raised.
+        The threads take the pieces of the copies on the CPU; the first thread then makes the copies
+        that involve the GPU. After a cancellation, all threads have stopped writing before the
+        error is raised.
         """
         if not self._threads:
             self._threads = [WorkerThread(f"weights-{i}") for i in range(self._num_threads)]
@@ -96,20 +98,25 @@ class Copier:
             stop.set()
             await asyncio.wait(tasks)
 
-        sums = [0] * len(copies)
-        for i, value in itertools.chain.from_iterable(results):
-            sums[i] = (sums[i] + value) % 2**64
-
-        box_sums = []
-        for copy, value in zip(copies, sums, strict=True):
-            part, dtype = copy.part, copy.destination.dtype
-            box_sums.append(make_box_sum(part.name, part.box, dtype=dtype, value=value))
-        return box_sums
+        return _add_up(copies, itertools.chain.from_iterable(results))
 
     def close(self) -> None:
         for thread in self._threads:
             thread.stop(timeout_s=1.0)
         self._threads, self._gpu = [], None
+
+
+def _add_up(copies: Sequence[Copy], sums: Iterable[tuple[int, int]]) -> list[BoxSum]:
+    """Return the checksum of each copy, given those of its pieces."""
+    totals = [0] * len(copies)
+    for i, value in sums:
+        totals[i] = (totals[i] + value) % 2**64
+
+    box_sums = []
+    for copy, total in zip(copies, totals, strict=True):
+        part, dtype = copy.part, copy.destination.dtype
+        box_sums.append(make_box_sum(part.name, part.box, dtype=dtype, value=total))
+    return box_sums
 
 
 def _split_copies(copies: Sequence[Copy]) -> Iterator[tuple[int, Slices]]:

@@ -211,7 +211,19 @@ class Volume(Actor):
     async def reserve(
         self, version: int, parts: Sequence[PackedPart], num_bytes: int, num_versions: int
     ) -> SegmentRef:
-        """Reserve shared memory for one rank's boxes, which the rank then fills."""
+        """Return shared memory for one rank's boxes, which the rank then maps and fills.
+
+        The memory is the segment of a deleted version that has this size and that no process reads
+        any more, or is allocated. This actor owns it until the version is dropped.
+
+        Args:
+            parts: the boxes at their offsets in the memory, which has `num_bytes`.
+            num_versions: versions that must fit at the same time: those kept and this one.
+
+        Raises:
+            VersionExistsError: a box is there already; a version is never overwritten.
+            SharedMemoryError: there is too little memory.
+        """
         # Several ranks may share a volume, so a version grows with each rank that pushes it.
         stored = self._stored.setdefault(version, {})
         for part in parts:

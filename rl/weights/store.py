@@ -45,11 +45,12 @@ from rl.utils.errors import RunError
 from rl.utils.threads import run_in_thread
 from rl.weights.boxes import (
     PackedPart,
+    Part,
     Read,
-    lay_out,
+    assign_offsets,
     list_parts,
     plan_reads,
-    select_outgoing,
+    select_parts_to_push,
     split_reads,
 )
 from rl.weights.compat import LostProcessError
@@ -193,8 +194,11 @@ class WeightStore(Configurable):
     ) -> Shard:
         """Store this rank's part of the weights; every trainer rank calls it with its own part.
 
-        `select_outgoing` says which boxes are sent, and in which dtype. The tensors must not change
-        before the call returns.
+        Of each tensor, this rank stores the box that `select_parts_to_push` gives it, in the
+        generators' dtype: in shared memory that the volume of its process reserves
+        (`Volume.reserve`, which refuses a version that is there), or in a file. The shard lists the
+        boxes with their places and, summed while they are copied, their checksums. The tensors must
+        not change before the call returns.
 
         Raises:
             VersionExistsError: this version was pushed before.
@@ -203,36 +207,42 @@ class WeightStore(Configurable):
             WeightTimeoutError: see `_run_operation`.
         """
         rank = get_rank()
-        outgoing = select_outgoing(
+        parts = select_parts_to_push(
             state_dict, dtype=getattr(torch, self.dtype), buffer_names=buffer_names, rank=rank
         )
-        parts, size = lay_out(outgoing)
-
-        async def copy_to(data: Tensor) -> list[BoxSum]:
-            copies = []
-            for part, packed in zip(outgoing, parts, strict=True):
-                copies.append(Copy(part=part, source=part.local, destination=packed.view(data)))
-            return await self._copier.run(copies)
+        packed, num_bytes = assign_offsets(parts)
 
         place: SegmentRef | Path | None = None
         sums: list[BoxSum] = []
         async with self._run_operation("push", version, len(state_dict)):
             if self._folder is not None:
                 place = self._folder / f"v{version}" / f"rank{rank}.bin"
-                data = np.empty(size, dtype=np.uint8)
-                sums = await copy_to(torch.from_numpy(data))
+                data = np.empty(num_bytes, dtype=np.uint8)
+                sums = await self._copy_to_flat(torch.from_numpy(data), parts, packed)
                 await write_file(place, data)
-            elif outgoing:
+            elif parts:
                 # While a version is written, `keep_versions` others may be read.
                 num_versions = self.config.keep_versions + 1
                 volume = self._get_volume(rank)
-                ref: SegmentRef = await volume.reserve.call_one(version, parts, size, num_versions)
+                ref: SegmentRef = await volume.reserve.call_one(
+                    version, packed, num_bytes, num_versions
+                )
                 place = ref
+                # The memory is the volume's; this rank maps it too, and writes without messages.
                 self._maps.begin_operation()
                 with self._maps.hold(ref) as memory:
-                    await self._maps.prepare(ref, device=outgoing[0].local.device)
-                    sums = await copy_to(memory)
-        return Shard(version=version, rank=rank, parts=tuple(parts), place=place, sums=tuple(sums))
+                    await self._maps.prepare(ref, device=parts[0].local.device)
+                    sums = await self._copy_to_flat(memory, parts, packed)
+        return Shard(version=version, rank=rank, parts=tuple(packed), place=place, sums=tuple(sums))
+
+    async def _copy_to_flat(
+        self, flat: Tensor, parts: Sequence[Part], packed: Sequence[PackedPart]
+    ) -> list[BoxSum]:
+        """Copy each part to its place in `flat`, [bytes] uint8; return the checksums."""
+        copies = []
+        for part, target in zip(parts, packed, strict=True):
+            copies.append(Copy(part=part, source=part.local, destination=target.view(flat)))
+        return await self._copier.run(copies)
 
     def announce(self, shards: Sequence[Shard]) -> Snapshot:
         """Make a version readable, given the shards of every trainer rank; controller only."""
@@ -259,8 +269,10 @@ class WeightStore(Configurable):
     ) -> tuple[BoxSum, ...]:
         """Fill this rank's tensors, DTensors or plain, in place; return their new checksums.
 
-        Names and shapes are checked before anything is written. If the transfer fails, some tensors
-        are already new: do not use them, pull again.
+        `plan_reads` finds the stored boxes that each tensor needs, whatever the sharding of the
+        trainer. It checks names, shapes and that nothing is missing before anything is written. The
+        checksums are those of the tensors themselves, summed after each piece is written. If the
+        transfer fails, some tensors are already new: do not use them, pull again.
 
         Raises:
             VersionNotFoundError: the version was deleted, and its memory is used again.
@@ -273,7 +285,7 @@ class WeightStore(Configurable):
         self._maps.begin_operation()
         async with self._run_operation("pull", version, len(state_dict)):
             sums = await _gather_all(
-                self._fetch(shards[number], some) for number, some in reads.items()
+                self._fetch(shards[number], of_shard) for number, of_shard in reads.items()
             )
         return tuple(itertools.chain.from_iterable(sums))
 
@@ -296,7 +308,7 @@ class WeightStore(Configurable):
         """Fill the destinations from a trainer process on another host, many boxes a message."""
         sums: list[BoxSum] = []
         for batch in split_reads(reads, max_bytes=MAX_MESSAGE_BYTES):
-            packed, size = lay_out([read.part for read in batch])
+            packed, size = assign_offsets([read.part for read in batch])
             asked = []
             for read, part in zip(batch, packed, strict=True):
                 asked.append((read.stored.box.offsets, part))

@@ -431,12 +431,12 @@ def test_selected_logprobs_equal_those_of_all_and_change_no_bit_of_the_gradient(
     with mock.patch.object(some.policy, "run", wraps=some.policy.run) as run:
         result = some.forward_backward(SAMPLES, return_logprobs=places)
     # Where no logprob is wanted, the head computes the loss's tokens alone.
-    batches, of_loss = (
+    batches, only_loss_rows = (
         run.call_args.args[0],
-        [*map(run.call_args.kwargs["of_loss"], run.call_args.args[0])],
+        [*map(run.call_args.kwargs["only_loss_rows"], run.call_args.args[0])],
     )
-    assert of_loss == [{*places}.isdisjoint(batch.sample_indices) for batch in batches]
-    assert {*of_loss} == {False, True}
+    assert only_loss_rows == [{*places}.isdisjoint(batch.sample_indices) for batch in batches]
+    assert {*only_loss_rows} == {False, True}
     for ours, place in zip(logprobs_of(result), places, strict=True):
         np.testing.assert_array_equal(ours, expected[place])
     plain = none.forward_backward(SAMPLES)

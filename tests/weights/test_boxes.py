@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rl.weights.boxes import Box, lay_out, list_parts, plan_reads, split_reads
+from rl.weights.boxes import Box, assign_offsets, list_parts, plan_reads, split_reads
 from rl.weights.checksum import checksum
 from rl.weights.copies import PIECE_BYTES, Copier, Copy, send_whole_rows
 from rl.weights.store import WeightStore, write_file
@@ -65,7 +65,7 @@ def test_flat_memory_holds_every_dtype_and_shape_bit_for_bit():
         "transposed": torch.arange(6.0).reshape(2, 3).t(),
         "half": torch.tensor([1.0, float("nan"), -0.0, 3e38], dtype=torch.bfloat16),
     }
-    packed, num_bytes = lay_out(list_parts(state_dict))
+    packed, num_bytes = assign_offsets(list_parts(state_dict))
     assert all(part.offset % 16 == 0 for part in packed)
     flat = torch.zeros(num_bytes, dtype=torch.uint8)
     for part, value in zip(packed, state_dict.values(), strict=True):
@@ -100,7 +100,7 @@ def test_batches_stay_below_the_limit_except_for_one_large_part():
             for name, size in (("a", 2), ("b", 2), ("c", 9), ("d", 1), ("e", 3))
         }
     )
-    (reads,) = plan_reads(1, parts, [lay_out(parts)[0]]).values()
+    (reads,) = plan_reads(1, parts, [assign_offsets(parts)[0]]).values()
     names = [[read.part.name for read in batch] for batch in split_reads(reads, max_bytes=16)]
     assert names == [["a", "b"], ["c"], ["d", "e"]]
 

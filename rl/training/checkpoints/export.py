@@ -28,7 +28,8 @@ def export_hf(
     adapter = policy.spec.adapter(policy.spec.model)
     # An absent buffer is read as zero, and other programs know the model only without it.
     buffers = {name: b for name, b in find_hf_buffers(policy.model, adapter).items() if b.any()}
-    tensors = policy.gather_tensors(chain(policy.plain_tensors(), buffers.items()))
+    parameters = policy.converters.yield_plain_tensors(policy.parameters)
+    tensors = policy.gather_tensors(chain(parameters, buffers.items()))
     with _gather_on_exit(policy, tensors) as writes:
         if writes:
             write_hf_folder(
