@@ -184,7 +184,7 @@ class VLLMGenerator(Actor, Configurable):
         return self.engine
 
 
-def generator_env(*, num_threads: int) -> dict[str, str]:
+def generator_env(config: VLLMGenerator.Config) -> dict[str, str]:
     """Return the environment variables that vllm reads when it is imported."""
     # vLLM runs on OMP_NUM_THREADS threads, or one where it is unset.
-    return ENVIRONMENT | {"OMP_NUM_THREADS": str(num_threads)}
+    return ENVIRONMENT | {"OMP_NUM_THREADS": str(config.num_threads)}

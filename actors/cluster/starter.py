@@ -183,7 +183,7 @@ class RoleStarter:
             at,
             start,
             imports=self._list_engine_imports(),
-            env=generator_env(num_threads=config.num_threads),
+            env=generator_env(config),
         )
 
     async def start_reward(self) -> ActorGroup:

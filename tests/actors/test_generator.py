@@ -42,7 +42,7 @@ class Served:
     def __init__(self, meshes, folder):
         self._meshes = meshes
         trainer_mesh = meshes.spawn_mesh(1)
-        generator_mesh = meshes.spawn_mesh(2, env=generator_env(num_threads=CONFIG.num_threads))
+        generator_mesh = meshes.spawn_mesh(2, env=generator_env(CONFIG))
         store = WeightStore.Config(timeout_s=60).build(dtype="float32")
         meshes.run(store.start(trainer_mesh))
         self.store = store
