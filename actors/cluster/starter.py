@@ -180,10 +180,7 @@ class RoleStarter:
             return await self._set_up(group)
 
         return await self._spawn(
-            at,
-            start,
-            imports=self._list_engine_imports(),
-            env=generator_env(config),
+            at, start, imports=self._list_engine_imports(), env=generator_env(config)
         )
 
     async def start_reward(self) -> ActorGroup:
