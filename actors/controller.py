@@ -4,16 +4,18 @@ The order of a start, from the command line to the first step:
 
     1  main                    rl/config/cli.py              parse the options, find the config
     2  configs.sum_digits.tiny configs/sum_digits.py         (or another) return the whole config
-    3  Controller.run          here
+    3  Controller.run          here                          then `_train`, `_train_on_actors`
     4  prepare_run             actors/run.py                 check, open the folder, record
        make_plan               actors/preflight/plan.py      everything that can be checked
     5  start_actors            actors/run.py
        start_cluster           actors/cluster/cluster.py     place the roles, start the hosts
        RoleStarter.start_all   actors/cluster/starter.py     start the processes of all roles
-    6  Training.train          here                          one attempt, more after a loss
+    6  Training.train          here                          one `_run_attempt`, more after a loss
     7  load_weights            actors/run.py                 checkpoint or warm-up
-    8  Loop.run                rl/loop/loop.py               `_begin` pushes the first weights,
-                                                             `_step` is the first step
+    8  Training._build_loop    here
+    9  Loop.run                rl/loop/loop.py               in `_run_steps`: `_begin` pushes the
+                                                             first weights and evaluates, `_step`
+                                                             is the first step
 
 The controller is this process; the actors work in theirs. A run on its actors goes on through
 losses of the trainer (`Training`), each time from its latest checkpoint.
@@ -170,6 +172,7 @@ async def _train_on_actors(prepared: PreparedRun) -> None:
     stop = StopRequest()
     async with start_actors(prepared, stop=stop) as run:
         await Training(run, stop=stop).train()
+        # Before the actors end: the run is complete even if their end is interrupted.
         run.folder.mark_finished()
 
 

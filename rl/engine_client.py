@@ -53,6 +53,10 @@ class EngineClient(ABC):
     ) -> T:
         """Call a method of the engine of a model, and return its result.
 
+        Over actors this happens twice: `TrainerClient.call_engine` calls the endpoint of the
+        method's name on all ranks, where `PolicyTrainer.call_engine` calls the engine's method in
+        its thread; rank 0 answers.
+
         Args:
             method: method of `TrainingEngine`; an engine's class may override it.
             files: use of files by the call, which may take longer than a computation.

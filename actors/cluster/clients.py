@@ -10,7 +10,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -54,7 +54,10 @@ class TrainerClient(EngineClient):
         files: FileUse | None = None,
         **options: Any,
     ) -> T:
-        """Call the endpoint of `PolicyTrainer` with the name of the engine's method."""
+        """Call the endpoint of `PolicyTrainer` with the name of the engine's method, on all ranks.
+
+        There `PolicyTrainer.call_engine` calls the method in the engine's thread.
+        """
         answers = await self.trainer.call(
             method.__name__,
             *args,
@@ -236,6 +239,18 @@ class CallSeeds:
         return int.from_bytes(digest, "little") % 2**62
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """A call of `Router.generate`, and the completions that are there so far."""
+
+    prompts: Sequence[np.ndarray]
+    sampling: SamplingParams
+    session: str | None
+    begun: Sequence[Sequence[Completion]] | None
+    completions: dict[int, list[Completion]] = field(default_factory=dict)
+    """Completions of each prompt, by its index."""
+
+
 class Router:
     """A `ResumableGenerator` over replicas.
 
@@ -283,46 +298,49 @@ class Router:
             raise ValueError(
                 f"begun has completions of {len(begun)} prompts, there are {len(prompts)}"
             )
-        groups: dict[int, list[Completion]] = {}
         if sampling.seed is None:
             # One seed for the whole call: another replica draws the same completions again.
             sampling = replace(sampling, seed=self._seeds.draw())
+        call = _Call(prompts=prompts, sampling=sampling, session=session, begun=begun)
+        await self._spread(call, range(len(prompts)))
+        return [call.completions[place] for place in range(len(prompts))]
 
-        async def spread(places: Iterable[int]) -> None:
-            """Send these prompts of the call, given by index, to the replicas that are up."""
-            await self._pool.wait_until_one_is_up()
-            # No await follows until the load is counted: other calls see it when they choose.
-            places_of: dict[int, list[int]] = {}
-            replica_of_prompt: dict[bytes, int] = {}
-            for place in places:
-                # A generator numbers equal prompts of a call; two replicas would draw alike.
-                key = np.asarray(prompts[place], dtype=np.int32).tobytes()
-                if key not in replica_of_prompt:
-                    replica_of_prompt[key] = self._choose(session)
-                replica = replica_of_prompt[key]
-                self.num_running[replica] += sampling.num_samples
-                places_of.setdefault(replica, []).append(place)
-            await gather_or_cancel(ask(replica, places) for replica, places in places_of.items())
+    async def _spread(self, call: _Call, places: Iterable[int]) -> None:
+        """Send these prompts of a call, given by index, to the replicas that are up."""
+        await self._pool.wait_until_one_is_up()
+        # No await follows until the load is counted: other calls see it when they choose.
+        places_of: dict[int, list[int]] = {}
+        replica_of_prompt: dict[bytes, int] = {}
+        for place in places:
+            # A generator numbers equal prompts of a call; two replicas would draw alike.
+            key = np.asarray(call.prompts[place], dtype=np.int32).tobytes()
+            if key not in replica_of_prompt:
+                replica_of_prompt[key] = self._choose(call.session)
+            replica = replica_of_prompt[key]
+            self.num_running[replica] += call.sampling.num_samples
+            places_of.setdefault(replica, []).append(place)
+        await gather_or_cancel(
+            self._ask(call, replica, places) for replica, places in places_of.items()
+        )
 
-        async def ask(replica: int, places: Sequence[int]) -> None:
-            try:
-                answers = await self.replicas[replica].generate(
-                    [prompts[place] for place in places],
-                    sampling=sampling,
-                    session=session,
-                    begun=None if begun is None else [begun[place] for place in places],
-                )
-            except ActorLostError as error:
-                logger.info("%d prompts go to another generator: %s", len(places), error)
-            else:
-                groups.update(zip(places, answers, strict=True))
-                return
-            finally:
-                self.num_running[replica] -= sampling.num_samples * len(places)
-            await spread(places)
-
-        await spread(range(len(prompts)))
-        return [groups[place] for place in range(len(prompts))]
+    async def _ask(self, call: _Call, replica: int, places: Sequence[int]) -> None:
+        """Let a replica complete these prompts of a call; if it is lost, spread them again."""
+        begun = call.begun
+        try:
+            answers = await self.replicas[replica].generate(
+                [call.prompts[place] for place in places],
+                sampling=call.sampling,
+                session=call.session,
+                begun=None if begun is None else [begun[place] for place in places],
+            )
+            call.completions.update(zip(places, answers, strict=True))
+            return
+        except ActorLostError as error:
+            logger.info("%d prompts go to another generator: %s", len(places), error)
+        finally:
+            self.num_running[replica] -= call.sampling.num_samples * len(places)
+        # At once: the prompts do not wait for those of replicas that are up.
+        await self._spread(call, places)
 
     async def abort(self) -> int:
         """Abort on every replica; prompts of a lost replica are sent again."""

@@ -311,6 +311,11 @@ class ActorGroup:
     def lose(self, error: ActorLostError, *, mesh: Any) -> None:
         """Restart the role because the actors of `mesh` are lost, unless that is known already.
 
+        The restart goes on in the background: `_restart`, `Supervisor.restart` (recovery.py), then
+        `start`, which for a generator is `GeneratorPool._start_with_weights` (publisher.py) and in
+        it `RoleStarter.restart_generator`. Until `take_over`, calls are refused, and the router
+        asks other generators.
+
         Raises:
             ActorLostError: `error`, if the role is not restarted.
         """

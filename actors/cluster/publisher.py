@@ -5,9 +5,9 @@
     await pool.pull(await pool.push())
 
 A generator is lost when one of its processes ends or its engine fails, which its `ActorGroup`
-notices (group.py). It is restarted in the background (`GeneratorPool._restart`), pulls the version
-that the others hold, is checked as after any pull, and only then receives prompts. No caller waits
-for it while another generator is up: the router (clients.py) sends its prompts there.
+notices (group.py). It is restarted in the background (`GeneratorPool._start_with_weights`), pulls
+the version that the others hold, is checked as after any pull, and only then receives prompts. No
+caller waits for it while another generator is up: the router (clients.py) sends its prompts there.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GeneratorPool:
         members = list(generators)
         if start is not None:
             for number, group in enumerate(generators):
-                restart = partial(self._restart, number, start)
+                restart = partial(self._start_with_weights, number, start)
                 members[number] = replace(group, start=restart, supervisor=supervisor)
         self.members = tuple(members)
         """The groups to call; a restart replaces the actors behind a group."""
@@ -169,7 +169,7 @@ class GeneratorPool:
         await self.trainer.wait_while_alive(self.store.prune(), "pruning of old versions")
         return self._served
 
-    async def _restart(
+    async def _start_with_weights(
         self, number: int, start: Callable[[int], Awaitable[ActorGroup]]
     ) -> ActorGroup:
         """Start a lost generator again, and give it the weights that the others hold.

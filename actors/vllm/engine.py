@@ -225,10 +225,11 @@ class GeneratorEngine(Configurable):
         """Let `write` overwrite `model_state_dict()` in place with the weights of `version`.
 
         Call it on every rank. `write` runs in a pause between two steps (pauses.py), with
-        `on_update` drain after the running requests have finished. Then all ranks agree that they
-        have written, and `VLLMCore.weights_changed` adapts kernels and cache before the next step.
-        After a failure there are no valid weights: running requests fail, and nothing is generated
-        until an update succeeds.
+        `on_update` drain after the running requests have finished; the engine's loop grants it
+        (`_run_pause`). Then all ranks agree that they have written (`_end_pause`), and
+        `VLLMCore.weights_changed` adapts kernels and cache before the next step. After a failure
+        there are no valid weights: running requests fail, and nothing is generated until an update
+        succeeds.
 
         Raises:
             GeneratorError: another rank failed to write, or the engine was closed or has failed.

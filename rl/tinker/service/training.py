@@ -10,8 +10,9 @@ The way of a `forward_backward` to the engine:
     service/futures.py         `Futures.complete` calls `compute`
     service/training.py        `compute` locks the trainer, and calls its method:
     rl/engine_client.py        `EngineClient.forward_backward`, and from there `call_engine`
-    actors/trainer.py          only over actors: the endpoint on each rank; actors/tinker.py finds
-                               the engine of the model
+    actors/cluster/clients.py  only over actors: `TrainerClient.call_engine` calls the endpoint
+    actors/trainer.py          only over actors: `PolicyTrainer.call_engine` on each rank, in the
+                               engine's thread; actors/tinker.py finds the engine of the model
     rl/training/engine.py      `TrainingEngine.forward_backward`
 
 The way of its result to the client:
