@@ -226,15 +226,12 @@ class ActorGroup:
         Returns when the role is not restarted any more.
         """
         while self.failure is None:
-            with get_death_watch().watch(tuple(self.processes.values())) as death:
-                await death
-            # A call may have noticed first, and the role may be up again.
-            dead = self.find_dead()
-            if dead and self.is_up:
+            await asyncio.sleep(LOOK_EVERY_S)
+            # A restart, which a call may have begun, has other processes, perhaps on another host.
+            dead = self.find_dead() if self.is_up else []
+            if dead:
                 message = f"rank {', '.join(map(str, dead))} is dead: its process ended"
                 self.lose(ActorLostError(message, role=self.name, ranks=dead), mesh=self.mesh)
-            while self.restarting is not None:
-                await asyncio.wait({self.restarting})
 
     def find_dead(self) -> list[int]:
         """Return the ranks of this host whose process has ended."""

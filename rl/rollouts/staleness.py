@@ -18,8 +18,9 @@ All decisions are made here. The callers are
     RolloutProducer   starts a group only if `StalenessBound.may_start`, and gives out the batch of
                       `StalenessBound.take`
     Loop              calls `StalenessBound.record_pull` (by the producer) when every generator has
-                      pulled newer weights; `WeightVersions.record_push` after each push; and
-                      `WeightVersions.count_off_policy_steps` before it trains on a batch
+                      pulled newer weights; `WeightVersions.record_push` for each version that is
+                      pushed; and `WeightVersions.count_off_policy_steps` before it trains on a
+                      batch
 
 A token has the version of the weights that its engine held in the step that sampled it, so a
 completion that is continued under newer weights has several.

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 
 from actors.cluster import group as actor_group
 from actors.cluster.group import ActorGroup
-from actors.config import Timeouts
+from actors.cluster.recovery import Supervisor
+from actors.config import RecoveryConfig, Timeouts
 from actors.launch.calls import ActorLostError
 from actors.vllm.requests import EngineFailedError
 from rl.utils.processes import ProcessId, identify
 from tests.support.mortal import MortalGenerator
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import now_s, run_in_virtual_time
 
 PROCESSES = [ProcessId(pid, 1) for pid in (-1, -2, -3)]
 
@@ -119,3 +121,31 @@ def test_death_of_a_real_process_is_noticed_by_every_event_loop(monkeypatch):
 
     for _ in range(2):
         asyncio.run(wait())
+
+
+def test_watch_follows_a_restart_that_a_call_began_to_processes_of_another_host(looks):
+    _, dead = looks
+    here = PROCESSES[0]
+    starts: list[None] = []
+
+    async def start() -> ActorGroup:
+        starts.append(None)
+        return group(here) if len(starts) == 1 else group()
+
+    async def main() -> None:
+        # No process is on this host before the first restart.
+        watched = replace(
+            group(), start=start, supervisor=Supervisor(RecoveryConfig(), now_s=now_s)
+        )
+        watching = asyncio.create_task(watched.watch())
+        await asyncio.sleep(1)
+        watched.lose(ActorLostError("a call has failed", role="generator"), mesh=watched.mesh)
+        await watched.wait_until_up()
+        await asyncio.sleep(1)
+        dead.add(here)
+        await asyncio.sleep(1)
+        await watched.wait_until_up()
+        watching.cancel()
+
+    run_in_virtual_time(main())
+    assert len(starts) == 2

@@ -338,9 +338,8 @@ def open_token_texts(folder: Path, values: Mapping[str, Any]) -> tuple[TokenText
 
 def _find_start(given: str, values: Mapping[str, Any], *, cache: Path) -> Path:
     """Return the folder that a run started from, or the given path if it is no longer there."""
-    from rl.models.files.assets import (
-        resolve_assets,  # it imports PyTorch, which most reports need not
-    )
+    # It imports PyTorch, which most reports need not.
+    from rl.models.files.assets import resolve_assets
 
     # The text may be no path at all, or name a home that is unknown.
     with suppress(ValueError, OSError, RuntimeError):
