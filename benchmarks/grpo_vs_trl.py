@@ -258,7 +258,7 @@ def run_trl(
     num_steps = num_warmup + steps
     num_prompts = num_steps * NUM_PROMPTS
     if model == "tiny":
-        rows, reward = _tiny_prompts(assets, num_prompts=num_prompts), _tiny_reward
+        rows, reward = tiny_prompts(assets, num_prompts=num_prompts), _tiny_reward
     else:
         from benchmarks.sums import read_prompts, reward
 
@@ -284,7 +284,7 @@ def run_trl(
     return _summary(measured[num_warmup:], tokens_mean=tokens_mean)
 
 
-def _tiny_prompts(assets: str, *, num_prompts: int) -> Sequence[tuple[str, str]]:
+def tiny_prompts(assets: str, *, num_prompts: int) -> Sequence[tuple[str, str]]:
     from transformers import AutoTokenizer
 
     from rl.rollouts.environment import SingleTurn

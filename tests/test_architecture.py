@@ -429,6 +429,19 @@ def test_modules_that_need_only_torch_import_without_the_rest(tree):
     assert import_with_blocked(ROOT, modules, tuple(ALLOWED_IN)) == ""
 
 
+SLOW_TO_IMPORT = (
+    "torch._dynamo", "torch.distributed.pipelining", "flask", "vllm", "numba", "torchao",
+    "transformers", "networkx", "matplotlib", "pandas", "pyarrow",
+)  # fmt: skip
+"""Packages that a controller, `--help` or an error of the command line does not wait for."""
+
+
+@pytest.mark.medium
+def test_controller_and_configs_import_nothing_that_takes_long():
+    modules = ["rl.config.cli", "configs.sum_digits"]
+    assert import_with_blocked(ROOT, modules, SLOW_TO_IMPORT) == ""
+
+
 # The checks themselves
 
 TREE = dict.fromkeys(

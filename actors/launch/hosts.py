@@ -22,10 +22,8 @@ from typing import Any
 
 from monarch.actor import HostMesh
 from monarch.config import configure
-from monarch.job import ProcessJob
 
 from actors.config import LaunchConfig
-from actors.launch import slurm
 from actors.launch.calls import ActorCallError
 from actors.launch.cleanup import RUN, RUN_VARIABLE, Guard, free_port, import_path
 from actors.launch.compat import (
@@ -54,7 +52,6 @@ END_TIMEOUT_S = 60.0
 MAX_NAME = 26
 """Characters of a job's name that a replacement job keeps before its number."""
 
-hide_job_logs()
 _numbers = count(2)
 
 
@@ -146,7 +143,7 @@ class Hosts:
         try:
             async with asyncio.timeout(launch.start_timeout_s):
                 await _apply(job)
-                if isinstance(job, ProcessJob):
+                if launch.hosts == "process":
                     self._note_simulated(job, groups)
                 described.guard = Guard(job.kill, name="hosts")
                 # In a thread: a queue may take hours, and Ctrl-C must work meanwhile.
@@ -176,7 +173,7 @@ class Hosts:
                 name = _load_kubernetes().name_mesh(group, job_name=launch.job_name)
             self.meshes[group] = getattr(state, name)
 
-    def _note_simulated(self, job: ProcessJob, groups: Mapping[str, int]) -> None:
+    def _note_simulated(self, job: Any, groups: Mapping[str, int]) -> None:
         """Keep the processes that simulate hosts: their death shows at once, by their pids."""
         for group, num_hosts in groups.items():
             processes = map(identify, list_simulated_hosts(job, group, num_hosts))
@@ -200,7 +197,12 @@ def make_job(launch: LaunchConfig, placements: Placements, groups: Mapping[str, 
     A job of a cluster changes how this process talks to actors (TCP), so make it before anything
     else of Monarch.
     """
+    # The jobs are imported here: Monarch's come with a web server, which takes 0.25 s, and most
+    # runs have no hosts of their own.
     if launch.hosts == "process":
+        from monarch.job import ProcessJob
+
+        hide_job_logs()
         env = hide_secrets(launch.keep_env) | {RUN_VARIABLE: RUN, "PYTHONPATH": import_path()}
         return ProcessJob(dict(groups), env=env)
 
@@ -220,6 +222,9 @@ def make_job(launch: LaunchConfig, placements: Placements, groups: Mapping[str, 
             job_name=launch.job_name,
             timeout_s=launch.start_timeout_s,
         )
+    from actors.launch import slurm
+
+    hide_job_logs()
     return slurm.make_job(
         launch.slurm,
         groups,

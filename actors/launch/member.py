@@ -38,6 +38,15 @@ chaos test's.
 """
 
 
+SPIN_COUNT = 2_000
+"""How often an idle thread of OpenMP's pool looks for work before it sleeps (`GOMP_SPINCOUNT`).
+
+libgomp's 300,000 take 5 to 15 ms. On a calm machine the next kernel comes much sooner; where other
+processes compute too, a thread that spins keeps the core from the thread that it waits for: beside
+two busy processes on two cores a step of `tiny` took 9.1 times as long, and takes 3.0 times
+(`benchmarks.busy`). Fewer than 1,000 cost time on a calm machine."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogSettings:
     """Settings of the actors' log records and spans."""
@@ -174,6 +183,9 @@ def process_env(at: Placement, *, keep: Collection[str] = ()) -> dict[str, str]:
         # glibc keeps freed memory for all threads together (`rl.utils.processes`).
         "MALLOC_ARENA_MAX": "1",
     }
+    # A user who has chosen how OpenMP's threads wait keeps that.
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        env["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
     # `rl.weights` has set these in this process only; other hosts lack them.
     env |= {name: os.environ[name] for name in SETTINGS}
     if at.gpus is not None:

@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.schedule_private import make_file_schedule
@@ -234,6 +232,9 @@ class Pipeline:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
     def _forward_backward(self, numbers: Iterable[int], hidden: HiddenStates) -> None:
+        # Here: it imports dynamo, which takes half a second, and few runs have a pipeline.
+        from torch.distributed.pipelining import PipelineStage
+
         which = torch.tensor(list(numbers))
         stages = []
         for stage, part in zip(self.stages, self.parts, strict=True):
@@ -257,7 +258,12 @@ class Pipeline:
             # The pipeline wraps a stage's error in a description of all its tensors.
             raise error.__cause__ or error from None
 
-    def _build_schedule(self, stages: list[PipelineStage], num_micro_batches: int) -> Any:
+    def _build_schedule(self, stages: list[Any], num_micro_batches: int) -> Any:
+        from torch.distributed.pipelining.schedules import (
+            PipelineScheduleSingle,
+            get_schedule_class,
+        )
+
         settings: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
         if self.plan.file is not None:
             return make_file_schedule(self.plan.file, stages, **settings)

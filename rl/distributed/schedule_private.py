@@ -14,12 +14,17 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from torch.distributed.pipelining import schedules
-
 MAX_SCHEDULE_BYTES = 1 << 20
 """Size of the file of a pipeline schedule."""
 MAX_CELL = 32
 """Characters of a cell, such as 12F255 or (0F1;1B0)OVERLAP_F_B."""
+
+
+def _import_schedules() -> Any:
+    """Return PyTorch's module of schedules, which imports dynamo: half a second, for few runs."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +39,7 @@ class FileSchedule:
 
     def count_held(self, rank: int) -> float:
         """Return for how many micro-batches a rank keeps activations at once."""
+        schedules = _import_schedules()
         num_held = most = 0
         for action in self.actions[rank]:
             if action is None:
@@ -49,6 +55,7 @@ class FileSchedule:
     @property
     def splits_backward(self) -> bool:
         """True if some backward of a stage's weights is apart from that of its inputs."""
+        schedules = _import_schedules()
         for row in self.actions.values():
             for action in row:
                 if action is not None and action.computation_type == schedules.BACKWARD_INPUT:
@@ -69,7 +76,7 @@ def _read_rows(file: str) -> list[list[Any]]:
     if status.st_size > MAX_SCHEDULE_BYTES:
         raise ValueError(f"has {status.st_size} bytes: must have at most {MAX_SCHEDULE_BYTES}")
 
-    rows = []
+    schedules, rows = _import_schedules(), []
     with open(file, newline="", encoding="utf-8-sig") as text:
         for row in csv.reader(text):
             for cell in row:
@@ -94,6 +101,7 @@ def _count(numbers: Iterable[int | None], most: int, what: str) -> int:
 def read_csv_schedule(file: str, *, num_ranks: int) -> FileSchedule:
     """Read a pipeline schedule and check it; raise ValueError naming the file."""
     field = f"pipeline_parallel_schedule_csv={file!r}"
+    schedules = _import_schedules()
     lowered: dict[int, Any] = {}
     try:
         rows = _read_rows(file)
@@ -148,6 +156,8 @@ def read_csv_schedule(file: str, *, num_ranks: int) -> FileSchedule:
 
 def make_file_schedule(file: FileSchedule, stages: list[Any], **settings: Any) -> Any:
     """Return the schedule that a file describes; PyTorch has no public class for it."""
-    schedule = schedules._PipelineScheduleRuntime(stages, file.num_micro_batches, **settings)
+    schedule = _import_schedules()._PipelineScheduleRuntime(
+        stages, file.num_micro_batches, **settings
+    )
     schedule._prepare_schedule_with_comms(file.actions)
     return schedule

@@ -47,6 +47,18 @@ def test_processes_on_other_hosts_get_the_monarch_settings_of_this_one():
     assert "CUDA_VISIBLE_DEVICES" not in member.process_env(Placement(role="reward", num_procs=1))
 
 
+def test_idle_threads_of_a_role_soon_sleep_unless_the_user_says_how_they_wait(monkeypatch):
+    placement = Placement(role="trainer", num_procs=1, threads=2)
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert member.process_env(placement)["GOMP_SPINCOUNT"] == "2000"
+    for name, value in (("OMP_WAIT_POLICY", "active"), ("GOMP_SPINCOUNT", "7")):
+        with monkeypatch.context() as chosen:
+            chosen.setenv(name, value)
+            # The process inherits the value.
+            assert "GOMP_SPINCOUNT" not in member.process_env(placement)
+
+
 SLOW_EXIT = """
 import monarch.actor
 from monarch._src.actor import actor_mesh

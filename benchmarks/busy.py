@@ -1,0 +1,121 @@
+"""Steps of GRPO beside other work: how much a run slows down on a machine that does other things.
+
+    python -m benchmarks.busy [--quick] [--busy 0 1 2 4] [--tokens 16] [--sides relay trl]
+
+Each side is measured on the calm machine, and beside 1, 2 and 4 processes that compute without a
+pause at the same priority. `alone` is a process with a single thread that multiplies small
+matrices: it loses the share of the machine that the others take, which nobody can avoid. A side's
+slowdown is its step beside the others over its calm step; the ratio, printed last, is that slowdown
+over the slowdown of `alone`: 1 would be a side that loses its share and nothing else.
+
+relay and relay_async are the configs of `benchmarks.grpo_vs_trl`, and so is trl: the same weights,
+prompts and sampling. The last line is a JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks import grpo_vs_trl
+from benchmarks.processes import Worker, num_repeats
+
+LONGEST_S = 1800.0
+"""Time after which a busy process ends by itself."""
+ALONE_S = 5.0
+"""Seconds that `alone` computes for on a calm machine, about."""
+
+
+def main() -> None:
+    options = grpo_vs_trl.parser()
+    options.description = __doc__
+    options.add_argument("--busy", type=int, nargs="+", help="busy processes; 0 1 2 4")
+    args = options.parse_args()
+    args.busy = args.busy or ([0, 2] if args.quick else [0, 1, 2, 4])
+    args.tokens = args.tokens or [16]
+    if 0 not in args.busy:
+        options.error("--busy: must include 0, the calm machine with which the others are compared")
+
+    steps: dict[int, dict[str, float]] = {}
+    for num_busy in args.busy:
+        with keep_busy(num_busy):
+            steps[num_busy] = measure(args)
+        seconds = ", ".join(f"{side} {step:.3g} s" for side, step in steps[num_busy].items())
+        print(f"{num_busy} busy processes: {seconds}", flush=True)
+
+    slowdowns = {n: {side: of[side] / steps[0][side] for side in of} for n, of in steps.items()}
+    ratios: dict[str, dict[str, float]] = {}
+    for num_busy, of in slowdowns.items():
+        if num_busy:
+            ratios[str(num_busy)] = {side: of[side] / of["alone"] for side in of if side != "alone"}
+    figures = {
+        "benchmark": "busy",
+        "tokens": args.tokens[0],
+        "threads": args.threads,
+        "repeats": args.repeats or num_repeats(args),
+        "step_s": {str(n): of for n, of in steps.items()},
+        "slowdown": {str(n): of for n, of in slowdowns.items()},
+        "ratio": ratios,
+    }
+    print(json.dumps(figures))
+
+
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    """Return the seconds of a step of each side, and those of `alone`."""
+    with tempfile.TemporaryDirectory() as folder:
+        sides = grpo_vs_trl.measure(
+            Path(folder), real_assets=None, dtype="float32", tokens=args.tokens[0], args=args
+        )
+    step_s = {side: figures["step_s"] for side, figures in sides.items()}
+    with Worker(compute_alone, threads=1) as worker:
+        return step_s | {"alone": worker.call("copy")["step_s"]}
+
+
+def compute_alone() -> dict[str, float]:
+    """Return the median seconds of equal pieces of work on one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    matrix = torch.randn(128, 128)
+    pieces: list[float] = []
+    end = time.perf_counter() + ALONE_S
+    while time.perf_counter() < end or len(pieces) < 5:
+        started = time.perf_counter()
+        for _ in range(4_000):
+            matrix @ matrix
+        pieces.append(time.perf_counter() - started)
+    # The mean, as a step is compared: the scheduler takes the processor in slices.
+    return {"step_s": statistics.mean(pieces)}
+
+
+@contextmanager
+def keep_busy(num_processes: int) -> Iterator[None]:
+    """Let processes compute without a pause for the time of the block."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_spin, daemon=True) for _ in range(num_processes)]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _spin() -> None:
+    end = time.monotonic() + LONGEST_S
+    while time.monotonic() < end:
+        for _ in range(1_000_000):
+            pass
+
+
+if __name__ == "__main__":
+    main()
