@@ -41,10 +41,10 @@ chaos test's.
 SPIN_COUNT = 2_000
 """How often an idle thread of OpenMP's pool looks for work before it sleeps (`GOMP_SPINCOUNT`).
 
-libgomp's 300,000 take 5 to 15 ms. On a calm machine the next kernel comes much sooner; where other
-processes compute too, a thread that spins keeps the core from the thread that it waits for: beside
-two busy processes on two cores a step of `tiny` took 9.1 times as long, and takes 3.0 times
-(`benchmarks.busy`). Fewer than 1,000 cost time on a calm machine."""
+Where other processes compute too, a thread that spins keeps the core from the thread that it waits
+for: beside two busy processes on two cores a step of `tiny` took 9 times as long as alone with
+libgomp's own 300,000, and takes about 3 times (`benchmarks.busy`). With 200, small kernels took
+twice as long on a calm machine; with 1,000 they did not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

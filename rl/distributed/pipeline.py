@@ -2,8 +2,8 @@
 
 Each rank of the `pp` axis has a stage of the model, or several, and a schedule of
 `torch.distributed.pipelining` orders their forwards and backwards (`rl.distributed.stages` plans
-both). Between stages travel hidden
-states, and their gradients on the way back. All micro-batches of a call have the same length.
+both). Between stages travel hidden states, and their gradients on the way back. All micro-batches
+of a call have the same length.
 
 Every rank has all micro-batches. What a schedule passes on is the number of one; a hook on each
 stage replaces it by the stage's arguments. The last stage computes the loss within its forward, so
