@@ -1,7 +1,7 @@
 # Every target first sets up an environment with what it needs (tools/setup_env.py): runs use GPUs where there are any, in
 # .venv-gpu, and CPUs in .venv elsewhere; tests and checks use CPUs everywhere. RELAY_DEVICE=cpu|gpu overrides for runs.
 # ARGS is passed to the program: make sum-digits ARGS="--trainer.optimizer.lr 3e-4", make test ARGS="-k grpo".
-# make bench BENCH=train_step ARGS=... runs one benchmark with any of its options.
+# make bench BENCH=train_step ARGS=... runs one benchmark with any of its options; make bench-quick prints a table of all.
 # PYTHON is the interpreter that creates the environments (3.11 or 3.12).
 
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits reverse-text alphabet-sort real-model doctor report curves tinker-cookbook chaos attack mutants test test-fast test-slow test-long test-report gpu-rehearsal gpu-check lint format types check bench golden hooks clean constraints docs size clean-venv
+.PHONY: help setup sum-digits reverse-text alphabet-sort real-model doctor report curves tinker-cookbook chaos attack mutants test test-fast test-slow test-long test-report gpu-rehearsal gpu-check lint format types check bench bench-quick golden hooks clean constraints docs size clean-venv
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -118,6 +118,10 @@ check: lint types test-fast ## lint, types, test-fast: must pass before a commit
 bench: ## run all benchmarks, or BENCH=<file of benchmarks/>
 	@$(SETUP) $(GROUPS)
 	@set -e; for name in $(BENCH); do (set -x; $(RUN_PYTHON) -m benchmarks.$$name $(ARGS) $(NO_INPUT)); done
+
+bench-quick: ## run all benchmarks in short and print a table of their ratios: at most 15 minutes
+	@$(SETUP) $(GROUPS)
+	$(RUN_PYTHON) -m benchmarks.table $(BENCH) $(ARGS) $(NO_INPUT)
 
 golden: setup ## renew the golden losses of the tiny config for this machine; print old and new
 	$(TEST_PYTHON) -m tests.training.test_golden

@@ -3,10 +3,12 @@
     python -m benchmarks.busy [--quick] [--busy 0 1 2 4] [--tokens 16] [--sides relay trl]
 
 Each side is measured on the calm machine, and beside 1, 2 and 4 processes that compute without a
-pause at the same priority. `alone` is a process with a single thread that multiplies small
-matrices: it loses the share of the machine that the others take, which nobody can avoid. A side's
-slowdown is its step beside the others over its calm step; the ratio, printed last, is that slowdown
-over the slowdown of `alone`: 1 would be a side that loses its share and nothing else.
+pause at the same priority. They begin with the second step of relay, whose start would take minutes
+beside them, and before the first one of TRL. `alone` is a process with a single thread that
+multiplies small matrices: it loses the share of the machine that the others take, which nobody can
+avoid. A side's slowdown is its step beside the others over its calm step; the ratio, printed last,
+is that slowdown over the slowdown of `alone`: 1 would be a side that loses its share and nothing
+else.
 
 relay and relay_async are the configs of `benchmarks.grpo_vs_trl`, and so is trl: the same weights,
 prompts and sampling. The last line is a JSON object.
@@ -40,13 +42,14 @@ def main() -> None:
     args = options.parse_args()
     args.busy = args.busy or ([0, 2] if args.quick else [0, 1, 2, 4])
     args.tokens = args.tokens or [16]
+    # Beside other work a step of TRL takes a quarter of a minute.
+    args.sides = args.sides or (["relay"] if args.quick else list(grpo_vs_trl.SIDES))
     if 0 not in args.busy:
         options.error("--busy: must include 0, the calm machine with which the others are compared")
 
     steps: dict[int, dict[str, float]] = {}
     for num_busy in args.busy:
-        with keep_busy(num_busy):
-            steps[num_busy] = measure(args)
+        steps[num_busy] = measure(num_busy, args=args)
         seconds = ", ".join(f"{side} {step:.3g} s" for side, step in steps[num_busy].items())
         print(f"{num_busy} busy processes: {seconds}", flush=True)
 
@@ -62,27 +65,36 @@ def main() -> None:
         "repeats": args.repeats or num_repeats(args),
         "step_s": {str(n): of for n, of in steps.items()},
         "slowdown": {str(n): of for n, of in slowdowns.items()},
+        "compared": "slowdown beside so many busy processes: relay over one thread",
         "ratio": ratios,
     }
     print(json.dumps(figures))
 
 
-def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Return the seconds of a step of each side, and those of `alone`."""
+def measure(num_busy: int, *, args: argparse.Namespace) -> dict[str, float]:
+    """Return the seconds of a step of each side beside so many processes, and those of `alone`."""
     with tempfile.TemporaryDirectory() as folder:
-        sides = grpo_vs_trl.measure(
-            Path(folder), real_assets=None, dtype="float32", tokens=args.tokens[0], args=args
-        )
-    step_s = {side: figures["step_s"] for side, figures in sides.items()}
-    with Worker(compute_alone, threads=1) as worker:
-        return step_s | {"alone": worker.call("copy")["step_s"]}
+        marker = Path(folder) / "steps"
+        with keep_busy(num_busy, marker=marker):
+            sides = grpo_vs_trl.measure(
+                Path(folder),
+                real_assets=None,
+                dtype="float32",
+                tokens=args.tokens[0],
+                args=args,
+                marker=marker,
+            )
+            with Worker(compute_alone, threads=1, marker=str(marker)) as worker:
+                alone = worker.call("copy")
+    return {side: figures["step_s"] for side, figures in sides.items()} | alone
 
 
-def compute_alone() -> dict[str, float]:
-    """Return the median seconds of equal pieces of work on one thread."""
+def compute_alone(marker: str) -> dict[str, float]:
+    """Return the mean seconds of equal pieces of work on one thread."""
     import torch
 
     torch.set_num_threads(1)
+    Path(marker).touch()
     matrix = torch.randn(128, 128)
     pieces: list[float] = []
     end = time.perf_counter() + ALONE_S
@@ -92,14 +104,16 @@ def compute_alone() -> dict[str, float]:
             matrix @ matrix
         pieces.append(time.perf_counter() - started)
     # The mean, as a step is compared: the scheduler takes the processor in slices.
-    return {"step_s": statistics.mean(pieces)}
+    return {"alone": statistics.mean(pieces)}
 
 
 @contextmanager
-def keep_busy(num_processes: int) -> Iterator[None]:
-    """Let processes compute without a pause for the time of the block."""
+def keep_busy(num_processes: int, *, marker: Path) -> Iterator[None]:
+    """Let processes compute without a pause within the block, while the marker is there."""
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_spin, daemon=True) for _ in range(num_processes)]
+    processes = [
+        context.Process(target=_spin, args=(marker,), daemon=True) for _ in range(num_processes)
+    ]
     for process in processes:
         process.start()
     try:
@@ -110,9 +124,12 @@ def keep_busy(num_processes: int) -> Iterator[None]:
             process.join()
 
 
-def _spin() -> None:
+def _spin(marker: Path) -> None:
     end = time.monotonic() + LONGEST_S
     while time.monotonic() < end:
+        if not marker.exists():
+            time.sleep(0.05)
+            continue
         for _ in range(1_000_000):
             pass
 

@@ -36,10 +36,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import (
-    NUM_WARMUP_STEPS,
     loop_steps,
     medians_of_sides,
     num_repeats,
+    num_warmup_steps,
     step_options,
     tiny_assets,
 )
@@ -48,6 +48,7 @@ NUM_PROMPTS, NUM_SAMPLES = 16, 8
 MODELS = ("tiny", "smollm2")
 RELAY_SIDES = ("relay", "relay_async", "relay_invariant")
 TRL_SIDES = ("trl", "trl_autocast", "trl_vllm")
+SIDES = ("relay", "relay_async", "trl")
 TRL_MICRO_BATCH = {"tiny": 128, "smollm2": 8}
 """Samples of a forward and backward pass of TRL: the fastest of 4, 8, 16 and 32 for smollm2; all
 for tiny.
@@ -68,7 +69,8 @@ def main() -> None:
     args = options.parse_args()
     if args.model == "tiny" and args.dtype not in (None, ["float32"]):
         options.error("--dtype: must be float32 for tiny")
-    args.tokens = args.tokens or ([16, 64] if args.model == "tiny" else [64])
+    args.tokens = args.tokens or ([16, 64] if args.model == "tiny" and not args.quick else [64])
+    args.sides = args.sides or (["relay", "trl"] if args.quick else list(SIDES))
     args.dtype = args.dtype or (["float32"] if args.model == "tiny" else ["bfloat16", "float32"])
     try:
         assets = _real_assets(args.assets) if args.model == "smollm2" else None
@@ -90,6 +92,7 @@ def main() -> None:
         "repeats": args.repeats or num_repeats(args),
         "figures": cases,
         "samples_per_s": {case: _speeds(sides) for case, sides in cases.items()},
+        "compared": "samples/s of whole steps: relay over TRL",
         "ratio": {case: _ratios(_speeds(sides)) for case, sides in cases.items()},
     }
     print(json.dumps(figures))
@@ -108,10 +111,16 @@ def parser() -> argparse.ArgumentParser:
         "--dtype", nargs="+", choices=("bfloat16", "float32"), help="of smollm2; both"
     )
     options.add_argument(
-        "--tokens", type=int, nargs="+", help="new tokens at most; tiny 16 and 64, smollm2 64"
+        "--tokens",
+        type=int,
+        nargs="+",
+        help="new tokens at most; tiny 16 and 64, with --quick 64; smollm2 64",
     )
     options.add_argument(
-        "--sides", nargs="+", choices=(*RELAY_SIDES, *TRL_SIDES), help="relay relay_async trl"
+        "--sides",
+        nargs="+",
+        choices=(*RELAY_SIDES, *TRL_SIDES),
+        help="relay relay_async trl, with --quick relay trl",
     )
     options.add_argument(
         "--async-threads",
@@ -122,7 +131,6 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--steps", type=int, help="measured steps of a repeat; tiny 12, smollm2 2")
     options.add_argument("--repeats", type=int, help="processes of each side; 3")
-    options.set_defaults(sides=["relay", "relay_async", "trl"])
     return options
 
 
@@ -138,12 +146,22 @@ def _real_assets(given: str) -> Path:
 
 
 def measure(
-    folder: Path, *, real_assets: Path | None, dtype: str, tokens: int, args: argparse.Namespace
+    folder: Path,
+    *,
+    real_assets: Path | None,
+    dtype: str,
+    tokens: int,
+    args: argparse.Namespace,
+    marker: Path | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Return the medians of each side's figures."""
+    """Return the medians of each side's figures.
+
+    Args:
+        marker: file that is there while a side computes steps, of relay from the second one on.
+    """
     steps = (
         args.steps
-        or {"tiny": 4 if args.quick else 12, "smollm2": 1 if args.quick else 2}[args.model]
+        or {"tiny": 3 if args.quick else 12, "smollm2": 1 if args.quick else 2}[args.model]
     )
     if real_assets is None:
         assets = tiny_assets(folder)
@@ -172,6 +190,8 @@ def measure(
         dtype=dtype,
         tokens=tokens,
         steps=steps,
+        num_warmup=num_warmup_steps(args) if args.model == "tiny" else REAL_WARMUP_STEPS,
+        marker=None if marker is None else str(marker),
     )
 
 
@@ -201,7 +221,6 @@ def run_relay(
         config = tiny_async() if ahead else tiny()
     else:
         config = _real_model(ahead=ahead, prompts=prompts, dtype=dtype)
-        how["num_warmup"] = REAL_WARMUP_STEPS
     config.batch_invariant = side == "relay_invariant"
     config.loop.groups_per_batch, config.loop.group_size = NUM_PROMPTS, NUM_SAMPLES
     threads = async_threads if ahead else [num_threads] * 2
@@ -249,12 +268,13 @@ def run_trl(
     dtype: str,
     tokens: int,
     steps: int,
+    num_warmup: int,
     num_threads: int,
+    marker: str | None,
 ) -> dict[str, float]:
     """Measure TRL's trainer."""
     from benchmarks.trl_sides import Workload, trl_steps
 
-    num_warmup = NUM_WARMUP_STEPS if model == "tiny" else REAL_WARMUP_STEPS
     num_steps = num_warmup + steps
     num_prompts = num_steps * NUM_PROMPTS
     if model == "tiny":
@@ -274,6 +294,8 @@ def run_trl(
         num_threads=num_threads,
     )
     autocast = side == "trl_autocast"
+    if marker is not None:
+        Path(marker).touch()
     measured, tokens_mean = trl_steps(
         work,
         dtype="float32" if autocast else dtype,
@@ -281,6 +303,8 @@ def run_trl(
         vllm=side == "trl_vllm",
         micro_batch=TRL_MICRO_BATCH[model],
     )
+    if marker is not None:
+        Path(marker).unlink()
     return _summary(measured[num_warmup:], tokens_mean=tokens_mean)
 
 

@@ -16,17 +16,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 1800
+WARM_UP_TIMEOUT_S = 900
 EXIT_S = 10
-NUM_WARMUP_STEPS = 3
-"""Steps at the start that are not measured: they allocate memory, compile and fill the pipeline."""
 
 
 class Worker:
@@ -129,12 +130,20 @@ def measure_steps(
             threads=args.threads,
             assets=tiny_assets(Path(folder)),
             tokens=tokens,
-            steps=4 if args.quick else 12,
+            steps=3 if args.quick else 12,
+            num_warmup=num_warmup_steps(args),
         )
 
 
 def num_repeats(args: argparse.Namespace) -> int:
     return 1 if args.quick else 3
+
+
+def num_warmup_steps(args: argparse.Namespace) -> int:
+    """Return how many steps at the start are not measured: they allocate memory, compile and fill
+    the pipeline.
+    """
+    return 2 if args.quick else 3
 
 
 def medians_of_sides(
@@ -168,6 +177,52 @@ def medians_of_sides(
     }
 
 
+@contextmanager
+def open_runs_folder() -> Iterator[Path]:
+    """Provide a temporary folder for runs; their starting points are kept in `outputs/`.
+
+    A warm-up takes minutes, and any earlier run of this checkout may have made it.
+    """
+    from rl.observability.run_folder import STARTING_POINTS
+
+    points = ROOT / "outputs" / STARTING_POINTS
+    points.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / STARTING_POINTS).symlink_to(points)
+        yield Path(folder)
+
+
+def prepare_start(folder: Path, *, seed: int) -> str:
+    """Return the weights of `tiny` after its warm-up, which is made unless an earlier run has.
+
+    Args:
+        folder: of `open_runs_folder`.
+    """
+    # Imported here so that measured processes import only what they need.
+    from actors.launch.placement import count_gpus, fit_to_devices
+    from actors.preflight.plan import find_starting_point
+    from configs.sum_digits import tiny
+    from rl.rollouts.environment import Environments
+
+    config = tiny()
+    config.dump_folder, config.seed = str(folder), seed
+    config = fit_to_devices(config, num_gpus=count_gpus())
+    task = config.task.build()
+    start = find_starting_point(
+        config, task=task, source=None, environments=Environments(make=task.environment)
+    )
+    if start.warmed_up is None:
+        return str(start.folder)
+
+    # In a run of its own: a run that has made a warm-up has compiled and allocated already.
+    whole_run(
+        folder, f"start-{seed}", "--module", "sum_digits", "--config", "tiny", "--seed", str(seed),
+        "--loop.num_steps", "0", "--loop.eval_every", "0", timeout_s=WARM_UP_TIMEOUT_S,
+    )  # fmt: skip
+    assert start.warmed_up.exists(), f"the warm-up is not in {start.warmed_up}"
+    return str(start.warmed_up)
+
+
 def whole_run(folder: Path, name: str, *options: str, timeout_s: float) -> list[dict[str, float]]:
     """Run training as a user starts it and return its metrics in order.
 
@@ -199,8 +254,9 @@ def loop_steps(
     tokens: int,
     steps: int,
     threads: Sequence[int],
-    num_warmup: int = NUM_WARMUP_STEPS,
+    num_warmup: int,
     num_cooldown: int = 0,
+    marker: str | None = None,
 ) -> list[dict[str, float]]:
     """Run a config with all its actors in this process, from given weights, without evaluations.
 
@@ -209,6 +265,7 @@ def loop_steps(
         num_warmup: first steps, which are not measured.
         num_cooldown: last steps, which are not measured: a run that generates ahead has nothing
             left to generate.
+        marker: file that is there from the end of the first step until the end of the run.
 
     Returns:
         The metrics of each measured step.
@@ -219,16 +276,40 @@ def loop_steps(
     num_steps = num_warmup + steps + num_cooldown
     config.trainer.num_threads, config.generator.num_threads = threads
     config.hf_assets_path, config.warmup = assets, None
+    config.trainer.checkpoint.enable = False  # Nothing of the run is kept.
     config.loop.num_steps = config.loop.max_empty_steps = (
         num_steps  # random weights are never right
     )
     config.loop.sampling.max_tokens = tokens
     config.loop.eval_every = 0
     with tempfile.TemporaryDirectory() as folder:
-        config.dump_folder = folder
+        config.dump_folder, config.name = folder, "steps"
+        metrics = Path(folder) / "steps" / "metrics.jsonl"
         request = RunRequest(module="sum_digits", function="tiny", config=config)
-        records = read_metrics(config.build(request=request).run() / "metrics.jsonl")
-        return records[num_warmup : num_warmup + steps]
+        with nullcontext() if marker is None else mark_steps(Path(marker), metrics=metrics):
+            config.build(request=request).run()
+        return read_metrics(metrics)[num_warmup : num_warmup + steps]
+
+
+@contextmanager
+def mark_steps(marker: Path, *, metrics: Path) -> Iterator[None]:
+    """Keep a marker from the first line of a run's metrics until the end of the block."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.05):
+            if metrics.exists() and metrics.stat().st_size:
+                marker.touch()
+                return
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()
+        marker.unlink(missing_ok=True)
 
 
 def tiny_assets(folder: Path) -> str:

@@ -13,14 +13,14 @@ sides alternate, each in its own process:
 
     relay                sequences packed on one axis, no padding
     transformers         its own implementation (sdpa), padded to the longest sequence of each
-                         micro-batch, in the given order: the side that `ratio` compares with
-    transformers_sorted  the same, longest sequences first, so that there is little padding:
-                         `ratio_sorted`
+                         micro-batch, in the given order
+    transformers_sorted  the same, longest sequences first, so that there is little padding
 
 Padding does not count as tokens. Peak memory is allocated memory on a GPU, resident memory beyond
 imports on a CPU. Model FLOPs utilisation (`mfu`, on a GPU) is 6 N a token + 12 layers x heads x
 head size x length over the device's rate (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B).
-The losses of the first step must agree. The last line is a JSON object.
+The losses of the first step must agree. The last line is a JSON object; `ratio` is relay's speed
+over each of the others', by the order of their sequences.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
         workload = workload_of(args)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    repeats, steps = (2, 1) if args.quick else (args.repeats, args.steps)
+    repeats, steps = (3, 1) if args.quick else (args.repeats, args.steps)
     with ExitStack() as stack:
         # Named, as this process does not import PyTorch.
         runner = "benchmarks.train_step_sides:Runner"
@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     options.add_argument(
-        "--quick", action="store_true", help="a small batch, two steps of each side"
+        "--quick", action="store_true", help="a small batch, three steps of each side"
     )
     options.add_argument("--flavor", choices=tuple(FLAVORS), help="small on a CPU, 0.6B on a GPU")
     options.add_argument("--device", choices=("cpu", "cuda"), help="the GPU where there is one")
@@ -151,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--microbatch-tokens",
         type=int,
-        help="at most, padding counted; 4096 on a CPU, 8192 on a GPU",
+        help="at most, padding counted; 4096 on a CPU, with --quick 512, 8192 on a GPU",
     )
     options.add_argument(
         "--logits-chunk-tokens", type=int, help="of the engine's head; not chunked"
@@ -180,8 +180,8 @@ def workload_of(args: argparse.Namespace) -> Workload:
     fallback: dict[str, Any] = {
         "flavor": "small" if on_cpu else "0.6B",
         "dtype": "float32" if on_cpu else "bfloat16",
-        "tokens": (2048 if args.quick else 8192) if on_cpu else (16_384 if args.quick else 65_536),
-        "microbatch_tokens": 4096 if on_cpu else 8192,
+        "tokens": (1024 if args.quick else 8192) if on_cpu else (16_384 if args.quick else 65_536),
+        "microbatch_tokens": (512 if args.quick else 4096) if on_cpu else 8192,
     }
     given = {name: getattr(args, name) for name in fallback if getattr(args, name) is not None}
     lengths = args.lengths or ((16, 256) if on_cpu else (4096, 4096))
@@ -254,8 +254,11 @@ def compare(
             name: peak / 2**30 for name, peak in median("peak_memory_bytes").items()
         },
         "loss_difference": {"first": first_difference, "last": largest_difference(last)},
-        "ratio": tokens_per_s["relay"] / tokens_per_s["transformers"],
-        "ratio_sorted": tokens_per_s["relay"] / tokens_per_s["transformers_sorted"],
+        "compared": "tokens/s of training: relay over transformers",
+        "ratio": {
+            "given": tokens_per_s["relay"] / tokens_per_s["transformers"],
+            "sorted": tokens_per_s["relay"] / tokens_per_s["transformers_sorted"],
+        },
         "mfu": peak_flops
         and {name: facts["step_flops"] / seconds / peak_flops for name, seconds in step_s.items()},
     }
