@@ -192,7 +192,7 @@ class RoleStarter:
             await group.call(RewardActor.setup, timeout="setup_s", extra_s=config.start_timeout_s)
             return group
 
-        return await self._spawn(at, start, imports=("actors.reward",))
+        return await self._spawn(at, start, imports=("actors.reward",), needs_torch=False)
 
     async def _set_up(self, group: ActorGroup) -> ActorGroup:
         # Groups that share devices are set up one after another, when all processes are there.
@@ -217,6 +217,7 @@ class RoleStarter:
         start: Callable[[RoleProcesses], Coroutine[Any, Any, ActorGroup]],
         *,
         imports: Sequence[str],
+        needs_torch: bool = True,
         env: Mapping[str, str] | None = None,
     ) -> ActorGroup:
         """Start the processes of one role, import modules there, and `start` its actors.
@@ -232,7 +233,12 @@ class RoleStarter:
 
         self._phases[at.role] = "its processes start"
         role = await self.launcher.spawn_role(
-            at, env=env, keep=keep, logs=self.logs, timeout_s=timeouts.start_s
+            at,
+            env=env,
+            keep=keep,
+            logs=self.logs,
+            needs_torch=needs_torch,
+            timeout_s=timeouts.start_s,
         )
 
         async def finish() -> ActorGroup:
