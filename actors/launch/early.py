@@ -20,8 +20,10 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.launch.cleanup import find_processes_of_role, guard_temporary_files
@@ -40,6 +42,10 @@ OTHER_PROGRAMS = re.compile(r"(^| )(-h|--help|--explain|--launch\.\S*)( |=|$)")
 """Options of programs that start no actors, or start them elsewhere or otherwise."""
 START_LIMIT_S = 600.0
 """Time for the process to import vLLM from a cold disk; once it is taken, `timeouts.start_s`."""
+BEGIN_LIMIT_S = 3.0
+"""Longest wait for the process to begin its imports."""
+BEGUN = "early"
+"""File by which the process shows that it has begun."""
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 MAY_DIFFER = {"OMP_NUM_THREADS", "TMPDIR"}
 """Variables that do not decide whether a role takes the process: the thread that computes sets its
@@ -112,6 +118,7 @@ def _start() -> _Early | None:
         with hide_client_start():
             host = run_inside(this_host)
         processes = spawn_processes(host, role=ROLE, env=env, bootstrap=import_engine)
+        _wait_until_it_imports(Path(os.environ["TMPDIR"]))
         return _Early(processes=processes, env=env)
 
 
@@ -121,8 +128,16 @@ def _note_fault(failure: Any) -> None:
     logger.debug("the process that was started early: %s", failure.report())
 
 
+def _wait_until_it_imports(folder: Path) -> None:
+    """Wait for the process to begin, as this process will not answer it while it imports torch."""
+    deadline_s = time.monotonic() + BEGIN_LIMIT_S
+    while not (folder / BEGUN).exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+
+
 def import_engine() -> None:
     """Import what a generator needs; called in its process before there are actors."""
+    Path(os.environ["TMPDIR"], BEGUN).touch()
     # Only errors are shown: the run whose log gets the records has no folder yet.
     setup_logging(ROLE, console_level=logging.ERROR)
     # An import that fails is tried again by the role, and fails there with its message.

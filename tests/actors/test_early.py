@@ -120,7 +120,7 @@ from actors.vllm.environment import ENVIRONMENT
 from rl.observability.logs import QUIET_ENVIRONMENT
 from rl.utils.processes import is_alive
 
-early.GPU_DEVICES = ()
+early.GPU_DEVICES, early.BEGIN_LIMIT_S = (), 0.0
 early.import_engine = os.getpid  # vLLM is not needed here, and takes long to import.
 find = lambda: find_processes_of_role("generator", parents=[os.getpid()])
 
