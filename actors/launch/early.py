@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROLE = "generator"
+ENGINE = ("actors.generator", "actors.vllm.core")
+"""Modules of a generator's process; the second one imports vLLM."""
 VARIABLE = "RELAY_EARLY_START"
 """Environment variable; with 0 nothing starts before the config is known."""
 OTHER_PROGRAMS = re.compile(r"(^| )(-h|--help|--explain|--launch\.\S*)( |=|$)")
@@ -142,7 +145,8 @@ def import_engine() -> None:
     setup_logging(ROLE, console_level=logging.ERROR)
     # An import that fails is tried again by the role, and fails there with its message.
     with disable_collections(), contextlib.suppress(Exception):
-        pass
+        for module in ENGINE:
+            import_module(module)
 
 
 def take_early(role: str, *, env: Mapping[str, str], is_alone: bool) -> RoleProcesses | None:

@@ -110,6 +110,16 @@ def test_only_programs_that_start_actors_here_start_one_early(monkeypatch, optio
             assert bool(starts) == expected
 
 
+def test_process_imports_what_a_generator_needs(monkeypatch, tmp_path):
+    imported: list[str] = []
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(early, "import_module", imported.append)
+    monkeypatch.setattr(early, "setup_logging", lambda *_, **__: None)
+    early.import_engine()
+    assert imported == ["actors.generator", "actors.vllm.core"]
+    assert list(tmp_path.iterdir()) == [tmp_path / early.BEGUN]
+
+
 CONTROLLER = """
 import asyncio, os, signal, sys, time
 from actors.launch import early
