@@ -163,7 +163,7 @@ class RoleStarter:
             )
             return await self._set_up(group)
 
-        return await self._spawn(at, start, imports=(config.owner.__module__,))
+        return await self._spawn(at, start, imports=self._list_trainer_imports())
 
     async def start_generator(self, number: int) -> ActorGroup:
         """Start a generator without weights, once the store has started."""
@@ -273,6 +273,14 @@ class RoleStarter:
         return ActorGroup(
             name=at.role, mesh=actors, timeouts=self.config.timeouts, processes=role.local
         )
+
+    def _list_trainer_imports(self) -> tuple[str, ...]:
+        """Return the modules of trainers, and what their first push and forward would import."""
+        modules: tuple[str, ...] = (self.config.trainer.owner.__module__, "numba")
+        on_gpu = trains_on_gpu(self.config.launch, num_gpus=count_gpus())
+        if self.model_spec.batch_invariant and not on_gpu:
+            modules += ("rl.models.batch_invariant.functions",)
+        return modules
 
     def _list_engine_imports(self) -> tuple[str, ...]:
         """Return the modules of generators, whose import takes most of the time of a start."""
