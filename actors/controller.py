@@ -3,6 +3,7 @@
 The order of a start, from the command line to the first step:
 
     1  main                    rl/config/cli.py              parse the options, find the config
+       start_early             actors/launch/early.py        have a process import vLLM meanwhile
     2  configs.sum_digits.tiny configs/sum_digits.py         (or another) return the whole config
     3  Controller.run          here                          then `_train`, `_train_on_actors`
     4  prepare_run             actors/run.py                 check, open the folder, record

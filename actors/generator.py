@@ -15,8 +15,9 @@ import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 from torch import Tensor
 
-from actors.vllm.config import ENVIRONMENT, GeneratorConfig
+from actors.vllm.config import GeneratorConfig
 from actors.vllm.engine import GeneratorEngine
+from actors.vllm.environment import ENVIRONMENT
 from actors.vllm.requests import Begun, GeneratorError
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds

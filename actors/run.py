@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.cluster.clients import Router, TrainerClient, make_router, open_rewarder
-from actors.cluster.cluster import Cluster, start_cluster
+from actors.cluster.cluster import Cluster, find_network_use, start_cluster
 from actors.cluster.publisher import GeneratorPool
 from actors.config import RunConfig
 from actors.launch.calls import ActorCallError
 from actors.launch.cleanup import guard_temporary_files
+from actors.launch.early import has_started_early, suit_network
 from actors.launch.launcher import Launcher, supervise
 from actors.launch.member import LogSettings, record_process
 from actors.launch.placement import count_gpus, fit_to_devices
@@ -182,7 +183,7 @@ def _open_new(request: RunRequest) -> PreparedRun:
     """Check the config of a new run, then make its folder."""
     config: RunConfig = request.config
     # The checks come first: a config that cannot run leaves no folder, and replaces none.
-    plan = make_plan(config)
+    plan = _check(config)
 
     inputs = find_input_paths(config)
     inputs.pop("dump_folder", None)  # The parent of the run's folder is written to, not read.
@@ -214,13 +215,22 @@ def _open_resumed(request: RunRequest) -> PreparedRun:
         changes = list_changed_fields(folder.config_json, config)
         # The plan may set damaged checkpoints aside, which the log tells.
         with _open_log(folder, console_level=config.console_level):
-            plan = make_plan(config, resumes=folder)
+            plan = _check(config, resumes=folder)
         _write_start(request, folder=folder, start=plan.start)
         folder.resume_writing()
     except BaseException:
         folder.close()
         raise
     return PreparedRun(request=request, config=config, plan=plan, folder=folder, changes=changes)
+
+
+def _check(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
+    """Check the config; start this program anew if its network was chosen without knowing it."""
+    plan = make_plan(config, resumes=resumes)
+    if has_started_early():
+        rubric = plan.task.rubric(seed=config.seed)
+        suit_network(config.launch, needs_network=find_network_use(config, rubric))
+    return plan
 
 
 def _write_start(request: RunRequest, *, folder: RunFolder, start: StartingPoint) -> None:

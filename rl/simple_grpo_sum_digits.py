@@ -6,6 +6,8 @@ options, and start in `rl.config.cli.main`.
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from rl.config.cli import main
 from rl.utils.compat import exit_process
 
@@ -15,5 +17,6 @@ if __name__ == "__main__":
             default_module="sum_digits",
             default_config="tiny",
             prog="python -m rl.simple_grpo_sum_digits",
+            early=import_module("actors.launch.early").start_early,
         )
     )

@@ -76,7 +76,7 @@ async def start_cluster(
     """
     placements = place_actors(config, num_gpus=count_gpus())
     # Isolation and hosts come first: every process of the run starts inside of them.
-    needs_network = _name_remote_function(rubric) if config.reward.num_procs else None
+    needs_network = find_network_use(config, rubric)
     network = await launcher.start_hosts(config.launch, placements, needs_network=needs_network)
 
     starter = RoleStarter(
@@ -112,9 +112,9 @@ async def start_cluster(
     return cluster
 
 
-def _name_remote_function(rubric: Rubric | None) -> str | None:
+def find_network_use(config: ClusterConfig, rubric: Rubric | None) -> str | None:
     """Return a reward function that needs the network where it is called, for a message."""
-    if rubric is None or not rubric.remote:
+    if not config.reward.num_procs or rubric is None or not rubric.remote:
         return None
     return f"the reward function {rubric.remote[0]!r}, called in reward actors,"
 

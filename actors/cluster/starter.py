@@ -163,7 +163,7 @@ class RoleStarter:
             )
             return await self._set_up(group)
 
-        return await self._spawn(at, start, imports=(config.owner.__module__,))
+        return await self._spawn(at, start, imports=self._list_trainer_imports())
 
     async def start_generator(self, number: int) -> ActorGroup:
         """Start a generator without weights, once the store has started."""
@@ -192,7 +192,7 @@ class RoleStarter:
             await group.call(RewardActor.setup, timeout="setup_s", extra_s=config.start_timeout_s)
             return group
 
-        return await self._spawn(at, start, imports=("actors.reward",))
+        return await self._spawn(at, start, imports=("actors.reward",), needs_torch=False)
 
     async def _set_up(self, group: ActorGroup) -> ActorGroup:
         # Groups that share devices are set up one after another, when all processes are there.
@@ -217,6 +217,7 @@ class RoleStarter:
         start: Callable[[RoleProcesses], Coroutine[Any, Any, ActorGroup]],
         *,
         imports: Sequence[str],
+        needs_torch: bool = True,
         env: Mapping[str, str] | None = None,
     ) -> ActorGroup:
         """Start the processes of one role, import modules there, and `start` its actors.
@@ -232,7 +233,12 @@ class RoleStarter:
 
         self._phases[at.role] = "its processes start"
         role = await self.launcher.spawn_role(
-            at, env=env, keep=keep, logs=self.logs, timeout_s=timeouts.start_s
+            at,
+            env=env,
+            keep=keep,
+            logs=self.logs,
+            needs_torch=needs_torch,
+            timeout_s=timeouts.start_s,
         )
 
         async def finish() -> ActorGroup:
@@ -267,6 +273,14 @@ class RoleStarter:
         return ActorGroup(
             name=at.role, mesh=actors, timeouts=self.config.timeouts, processes=role.local
         )
+
+    def _list_trainer_imports(self) -> tuple[str, ...]:
+        """Return the modules of trainers, and what their first push and forward would import."""
+        modules: tuple[str, ...] = (self.config.trainer.owner.__module__, "numba")
+        on_gpu = trains_on_gpu(self.config.launch, num_gpus=count_gpus())
+        if self.model_spec.batch_invariant and not on_gpu:
+            modules += ("rl.models.batch_invariant.functions",)
+        return modules
 
     def _list_engine_imports(self) -> tuple[str, ...]:
         """Return the modules of generators, whose import takes most of the time of a start."""

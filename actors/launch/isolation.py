@@ -134,6 +134,17 @@ def isolate(
     return _describe(against)
 
 
+def isolate_early() -> bool:
+    """Isolate the actors before the config is known; return False if that cannot be.
+
+    Then nothing has changed, and `isolate` finds the same obstacle.
+    """
+    if _inside is not None or is_client_started() or _move_monarch() is not None:
+        return False
+    drop_capabilities()
+    return True
+
+
 def _describe(against: str | None) -> str:
     if against is None:
         return "the actors have a network of their own (launch.isolate_network)"

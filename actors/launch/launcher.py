@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import re
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar, TypeVar
 
-from monarch.actor import HostMesh, MeshFailure, default_bootstrap_cmd, this_host
-from monarch.config import configure
+from monarch.actor import HostMesh, MeshFailure, this_host
 
 from actors.config import LaunchConfig, Timeouts
 from actors.launch.calls import (
@@ -48,17 +45,19 @@ from actors.launch.cleanup import (
     wait_until_gone,
 )
 from actors.launch.compat import configure_monarch, hide_client_start
+from actors.launch.early import take_early
 from actors.launch.hang_report import add_hang_report
 from actors.launch.hosts import Hosts
 from actors.launch.isolation import find_secrets, get_network_env, isolate, run_inside
 from actors.launch.member import (
     MEMBER_NAME,
     LogSettings,
-    Member,
     RoleProcesses,
+    allow_start,
     import_torch,
     process_env,
     process_group_envs,
+    spawn_processes,
 )
 from actors.launch.placement import Placement, Placements
 from rl.loop.stop_request import StopRequest
@@ -76,8 +75,6 @@ KILL_GRACE_S = 60.0
 """Time for the kernel to end a killed process; it first frees the process's memory."""
 START_REPORT_GRACE_S = 6.0
 """Time for Monarch to report the signal that ended a process while its role started."""
-MONARCH_EXTRA_S = 30.0
-"""Time by which Monarch's limits of a start exceed relay's."""
 LOST_STOP_TIMEOUT_S = 5.0
 """Time for Monarch to notice the end of a role whose processes were killed."""
 HURRIED_HOSTS_S = 5.0
@@ -142,6 +139,7 @@ class Launcher:
         env: Mapping[str, str] | None = None,
         keep: Collection[str] = (),
         logs: LogSettings | None = None,
+        needs_torch: bool = True,
         timeout_s: float = START_TIMEOUT_S,
     ) -> RoleProcesses:
         """Start the processes of one role and wait until all of them answer.
@@ -151,6 +149,7 @@ class Launcher:
             env: variables on top of this process's environment.
             keep: secrets of this process's environment that the processes get.
             logs: destination of the processes' log records, states and spans.
+            needs_torch: whether the actors use torch, which is then imported before them.
             timeout_s: longest wait (`timeouts.start_s`).
 
         Raises:
@@ -161,27 +160,26 @@ class Launcher:
         self._ends.pop(at.role, None)  # Of processes that this start replaces.
         allow_start(timeout_s)
 
-        # The processes of a host are started by Monarch's agent there, with this command.
-        command = default_bootstrap_cmd().with_env(
-            process_env(at, keep=keep) | get_network_env() | dict(env or {})
+        env = (
+            process_env(role=at.role, threads=at.threads, gpus=at.gpus, keep=keep)
+            | get_network_env()
+            | dict(env or {})
         )
-        command.program, command.args = (
-            sys.executable,
-            ["-m", "actors.launch.process_main"],
-        )
-        if at.hosts is not None and self.hosts is not None and self.hosts.launch.python:
-            command.program = self.hosts.launch.python
-
-        mesh = self._find_host(at).spawn_procs(
-            per_host={"procs": at.procs_per_host},
-            name=at.role,
-            bootstrap=import_torch,
-            bootstrap_command=command,
-        )
-        role = RoleProcesses(name=at.role, mesh=mesh, members=mesh.spawn(MEMBER_NAME, Member))
+        role = take_early(at.role, env=env, is_alone=at.hosts is None and at.num_procs == 1)
+        if role is not None:
+            logger.info("role %s takes the process that was started early", at.role)
+        else:
+            role = spawn_processes(
+                self._find_host(at),
+                role=at.role,
+                env=env,
+                bootstrap=import_torch if needs_torch else None,
+                procs_per_host=at.procs_per_host,
+                python=None if self.hosts is None else self.hosts.launch.python,
+            )
         # Before the wait, so that `stop_all` ends processes that never answer.
         self.roles.append(role)
-        await self._set_up(role, at, logs=logs, timeout_s=timeout_s)
+        await self._set_up(role, at, logs=logs, env=env, timeout_s=timeout_s)
         return role
 
     def _find_host(self, at: Placement) -> HostMesh:
@@ -192,14 +190,20 @@ class Launcher:
             return run_inside(this_host)
 
     async def _set_up(
-        self, role: RoleProcesses, at: Placement, *, logs: LogSettings | None, timeout_s: float
+        self,
+        role: RoleProcesses,
+        at: Placement,
+        *,
+        logs: LogSettings | None,
+        env: Mapping[str, str],
+        timeout_s: float,
     ) -> None:
         """Wait until all processes of a new role answer, and note where they are."""
         what = f"starting role {at.role!r} ({at.procs_per_host} processes a host)"
         try:
             async with deadline(timeout_s, what, option="timeouts.start_s", role=at.role):
                 answers = await self._wait_for_answers(
-                    at, role.members.set_up.call(at.role, logs), what
+                    at, role.members.set_up.call(at.role, logs, env), what
                 )
         except (ActorCallError, ActorTimeoutError) as error:
             role.is_lost = isinstance(error, ActorLostError)
@@ -465,13 +469,3 @@ def run(
             return await main(launcher)
 
     return asyncio.run(body())
-
-
-def allow_start(timeout_s: float) -> None:
-    """Let processes and actors start for this long, whatever Monarch's own limits are."""
-    # Monarch's limits, 30 s each, end a start from a cold disk. Monarch waits longer than relay, as
-    # its clock starts earlier and its error looks like the loss of a process.
-    limit = f"{math.ceil(timeout_s + MONARCH_EXTRA_S)}s"
-    configure(
-        host_spawn_ready_timeout=limit, mesh_proc_spawn_max_idle=limit, actor_spawn_max_idle=limit
-    )

@@ -5,14 +5,25 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import math
 import os
 import socket
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank, endpoint
+from monarch.actor import (
+    Actor,
+    HostMesh,
+    ProcMesh,
+    concurrent_endpoint,
+    current_rank,
+    default_bootstrap_cmd,
+    endpoint,
+)
+from monarch.config import configure
 
 from actors.launch.cleanup import (
     RUN,
@@ -22,7 +33,6 @@ from actors.launch.cleanup import (
     import_path,
 )
 from actors.launch.isolation import hide_secrets
-from actors.launch.placement import Placement
 from rl.observability.logs import setup_logging
 from rl.observability.spans import RECORDER, STATE_FOLDER, TimelineConfig, read_state
 from rl.observability.stacks import request_stacks, write_stacks_to
@@ -32,6 +42,8 @@ from rl.weights import SETTINGS
 logger = logging.getLogger(__name__)
 
 MEMBER_NAME = "relay_member"
+MONARCH_EXTRA_S = 30.0
+"""Time by which Monarch's limits of a start exceed relay's."""
 HOOK_VARIABLE = "RELAY_HOOK"
 """Environment variable that names a module whose `arm(logs)` every process of a run calls: the
 chaos test's.
@@ -74,8 +86,14 @@ class Member(Actor):
     """Per-process helper actor of launch."""
 
     @endpoint
-    async def set_up(self, role: str, logs: LogSettings | None) -> tuple[int, str]:
-        """Return the process's pid and hostname."""
+    async def set_up(
+        self, role: str, logs: LogSettings | None, env: Mapping[str, str]
+    ) -> tuple[int, str]:
+        """Return the process's pid and hostname.
+
+        `env` holds the variables with which the process was started, or should have been.
+        """
+        os.environ.update(env)
         rank = current_rank().rank
         if logs is not None:
             setup_logging(role, rank=rank, folder=logs.folder, console_level=logs.console_level)
@@ -162,23 +180,25 @@ def process_group_envs(
 def import_torch() -> None:
     """Import torch before there are actors: Monarch unpickles on several threads, which would race.
 
-    This does not belong into `process_main`: Monarch gives up on a process that is not up within
-    `timeouts.start_s`, and on a busy machine or a network file system the import alone may take
-    half a minute.
+    This does not belong into `process_main`: Monarch gives up on a process that does not answer
+    within about 20 s, whatever `allow_start` says, and then a start waits for ever. On a busy
+    machine or a network file system the import alone may take half a minute.
     """
     with disable_collections():
         import torch  # noqa: F401
 
 
-def process_env(at: Placement, *, keep: Collection[str] = ()) -> dict[str, str]:
+def process_env(
+    *, role: str, threads: int, gpus: Sequence[int] | None = None, keep: Collection[str] = ()
+) -> dict[str, str]:
     """Return the variables of a role's processes on top of their host's environment.
 
     Of secrets the processes get only `keep`.
     """
     env = hide_secrets(keep) | {
-        ROLE_VARIABLE: at.role,
+        ROLE_VARIABLE: role,
         RUN_VARIABLE: RUN,
-        "OMP_NUM_THREADS": str(at.threads),
+        "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": import_path(),
         # glibc keeps freed memory for all threads together (`rl.utils.processes`).
         "MALLOC_ARENA_MAX": "1",
@@ -188,6 +208,45 @@ def process_env(at: Placement, *, keep: Collection[str] = ()) -> dict[str, str]:
         env["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
     # `rl.weights` has set these in this process only; other hosts lack them.
     env |= {name: os.environ[name] for name in SETTINGS}
-    if at.gpus is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, at.gpus))
+    if gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return env
+
+
+def spawn_processes(
+    host: HostMesh,
+    *,
+    role: str,
+    env: Mapping[str, str],
+    bootstrap: Callable[[], None] | None = None,
+    procs_per_host: int = 1,
+    python: str | None = None,
+) -> RoleProcesses:
+    """Have the processes of a role started; nothing is waited for.
+
+    Args:
+        env: variables on top of the hosts' environment.
+        bootstrap: called in each process before there are actors; may take as long as it needs.
+        python: interpreter on the hosts; None is this process's.
+    """
+    # The processes of a host are started by Monarch's agent there, with this command.
+    command = default_bootstrap_cmd().with_env(env)
+    command.program = python or sys.executable
+    command.args = ["-m", "actors.launch.process_main"]
+    mesh = host.spawn_procs(
+        per_host={"procs": procs_per_host},
+        name=role,
+        bootstrap=bootstrap,
+        bootstrap_command=command,
+    )
+    return RoleProcesses(name=role, mesh=mesh, members=mesh.spawn(MEMBER_NAME, Member))
+
+
+def allow_start(timeout_s: float) -> None:
+    """Let processes and actors start for this long, whatever Monarch's own limits are."""
+    # Monarch's limits, 30 s each, end a start from a cold disk. Monarch waits longer than relay, as
+    # its clock starts earlier and its error looks like the loss of a process.
+    limit = f"{math.ceil(timeout_s + MONARCH_EXTRA_S)}s"
+    configure(
+        host_spawn_ready_timeout=limit, mesh_proc_spawn_max_idle=limit, actor_spawn_max_idle=limit
+    )

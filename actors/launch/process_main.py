@@ -1,6 +1,6 @@
 """Entry of an actor process: set-up that must precede Monarch's threads.
 
-Started by `actors.launch.launcher` as `python -m actors.launch.process_main`.
+Started as `python -m actors.launch.process_main` (`member.spawn_processes`).
 """
 
 from __future__ import annotations

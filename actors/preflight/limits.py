@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 
 import torch
 
 from actors.cluster.cluster import Cluster
+from actors.cluster.group import ActorGroup
 from actors.launch.calls import ActorCallError
 from actors.launch.placement import count_gpus, trains_on_gpu
 from actors.preflight.checks import build_converted_model
 from rl.models.model_cost import count_work
 from rl.models.spec import ModelSpec
-from rl.observability.machine import RunLimits
+from rl.observability.machine import MachineLimits, RunLimits
 
 logger = logging.getLogger(__name__)
 
@@ -39,22 +41,19 @@ async def measure_run_limits(
     tp = generator.tensor_parallel_degree
 
     # On shared devices the trainer measures for both.
-    of_generator = cluster.trainer if launch.share_gpus else cluster.pool.members[0]
-    questions = (
+    group = cluster.trainer if launch.share_gpus else cluster.pool.members[0]
+    questions = [
         (cluster.trainer, trainer.training.param_dtype, trained.parameters // trainer.num_procs),
-        (of_generator, generator.dtype, sampled.parameters // tp),
-    )
-    # One role after another: on one machine they would measure each other's load.
-    answers = []
-    try:
-        for group, dtype, number in questions:
-            limits, *_ = await group.call(
-                "measure_machine", dtype, number * itemsize, timeout="setup_s"
-            )
-            logger.info("%s: %s", group.name, limits)
-            answers.append(limits)
-    except ActorCallError as error:
-        logger.warning("the machine was not measured, so steps have no limit/ metrics: %s", error)
+        (group, generator.dtype, sampled.parameters // tp),
+    ]
+    # Then one answer holds for both roles: the cores of this machine are the same.
+    shares_cores = not on_gpu and launch.hosts == "this"
+    if shares_cores or launch.share_gpus:
+        of_trainer, of_generator = questions[0][1:], questions[1][1:]
+        if of_trainer == of_generator and trainer.num_threads == generator.num_threads:
+            questions.pop()
+    answers = await _ask(questions, itemsize=itemsize)
+    if answers is None:
         return None
 
     # With a bound of k steps, k more batches may be under way beside the one that is awaited.
@@ -63,7 +62,7 @@ async def measure_run_limits(
     return RunLimits(
         trainer=answers[0],
         num_trainer_ranks=_count_at_once(trainer.num_procs, trainer.num_threads, on_cluster),
-        generator=answers[1],
+        generator=answers[-1],
         num_generator_ranks=_count_at_once(
             generator.num_replicas * tp, generator.num_threads, on_cluster
         ),
@@ -76,6 +75,25 @@ async def measure_run_limits(
         most_running=max(1, min(generator.max_num_seqs, num_running // generator.num_replicas)),
         waits_for_the_longest=max_off_policy_steps == 0,
     )
+
+
+async def _ask(
+    questions: Sequence[tuple[ActorGroup, str, int]], *, itemsize: int
+) -> list[MachineLimits] | None:
+    """Return the limits that each group measures for a dtype and a number of weights."""
+    answers: list[MachineLimits] = []
+    try:
+        # One role after another: on one machine they would measure each other's load.
+        for group, dtype, number in questions:
+            limits, *_ = await group.call(
+                "measure_machine", dtype, number * itemsize, timeout="setup_s"
+            )
+            logger.info("%s: %s", group.name, limits)
+            answers.append(limits)
+    except ActorCallError as error:
+        logger.warning("the machine was not measured, so steps have no limit/ metrics: %s", error)
+        return None
+    return answers
 
 
 def _count_at_once(num_ranks: int, num_threads: int, on_cluster: bool) -> float:

@@ -11,19 +11,6 @@ from rl.config.configurable import Configurable, unless
 from rl.config.tree import check_bounds
 from rl.models.parallelize import check_tensor_parallel
 
-ENVIRONMENT = {
-    # The engine runs in this process, which owns its weights.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # The model runner whose batch our sampler reads; the newer one needs triton.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    # The dots of its float32 kernels would round to TF32 on a GPU; half precision is not affected.
-    "TRITON_F32_DEFAULT": "ieee",
-    # FlashInfer's all-reduce is compiled with nvcc in the first step, which a run does not need.
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-}
-"""Environment variables that vllm and Triton read when they are imported or compile."""
 CPU_BLOCK = 32
 """Tokens of a cache block on a CPU. vLLM's default of 128 is longer than most prompts, which would
 then share nothing."""

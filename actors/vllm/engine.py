@@ -33,7 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.vllm.config import ENVIRONMENT, GeneratorConfig
+from actors.vllm.config import GeneratorConfig
+from actors.vllm.environment import ENVIRONMENT
 from actors.vllm.lockstep import EngineTurn, Lockstep
 from actors.vllm.pauses import Pause, Pauses
 from actors.vllm.requests import (
@@ -56,6 +57,7 @@ from rl.models.files.tokenizer import open_tokenizer
 from rl.models.sampling import End, spells_any
 from rl.models.spec import ModelSpec
 from rl.types import Completion, SamplingParams
+from rl.utils.processes import disable_collections
 from rl.utils.threads import WorkerThread
 
 if TYPE_CHECKING:
@@ -435,14 +437,15 @@ class GeneratorEngine(Configurable):
         os.environ.update(ENVIRONMENT)
         if self._model_spec.batch_invariant and torch.cuda.is_available():
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        from actors.vllm.core import VLLMCore  # Reads the variables when it is imported.
+        with disable_collections():
+            from actors.vllm.core import VLLMCore  # Reads the variables when it is imported.
 
-        core = VLLMCore(
-            config=self.config,
-            model_spec=self._model_spec,
-            hf_assets_path=self._hf_assets_path,
-            world=self.world,
-        )
+            core = VLLMCore(
+                config=self.config,
+                model_spec=self._model_spec,
+                hf_assets_path=self._hf_assets_path,
+                world=self.world,
+            )
         lockstep = Lockstep(
             rank=self.world.rank, size=self.world.size, timeout_s=self.config.rank_timeout_s
         )

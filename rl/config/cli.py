@@ -22,7 +22,8 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -65,11 +66,19 @@ _ABSENT = "a registry function can turn it on"
 
 
 def main(
-    argv: Sequence[str] | None = None, *, default_module: str, default_config: str, prog: str
+    argv: Sequence[str] | None = None,
+    *,
+    default_module: str,
+    default_config: str,
+    prog: str,
+    early: Callable[[Sequence[str]], AbstractContextManager[None]] | None = None,
 ) -> int:
     """Parse the command line, build the run's root component and run it; return the exit status.
 
     0 after success, 1 after a run that stopped, 2 for a config that cannot run, 130 after Ctrl-C.
+
+    Args:
+        early: a block around all that follows, for what may start before the config is known.
     """
     argv = sys.argv[1:] if argv is None else argv
     # The order counts. A namespace shows root's folders as nobody's, so that caches come before; a
@@ -78,7 +87,11 @@ def main(
     ensure_private_caches()
     if not USES_NETWORK.search(" ".join(argv).replace("=", " ")):
         enter_user_namespace()
+    with nullcontext() if early is None else early(argv):
+        return _run(argv, default_module=default_module, default_config=default_config, prog=prog)
 
+
+def _run(argv: Sequence[str], *, default_module: str, default_config: str, prog: str) -> int:
     # The config's module imports everything that the run needs: many objects, none of them garbage.
     with disable_collections():
         request = parse_cli(

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,22 +42,22 @@ def test_address_for_other_hosts_belongs_to_this_machine():
 
 
 def test_processes_on_other_hosts_get_the_monarch_settings_of_this_one():
-    env = member.process_env(Placement(role="trainer", num_procs=2, threads=3, gpus=(4, 6)))
+    env = member.process_env(role="trainer", threads=3, gpus=(4, 6))
     assert {name: env[name] for name in SETTINGS} == {name: os.environ[name] for name in SETTINGS}
     assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == ("3", "4,6")
-    assert "CUDA_VISIBLE_DEVICES" not in member.process_env(Placement(role="reward", num_procs=1))
+    assert "CUDA_VISIBLE_DEVICES" not in member.process_env(role="reward", threads=1)
 
 
 def test_idle_threads_of_a_role_soon_sleep_unless_the_user_says_how_they_wait(monkeypatch):
-    placement = Placement(role="trainer", num_procs=1, threads=2)
+    start = partial(member.process_env, role="trainer", threads=2)
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
-    assert member.process_env(placement)["GOMP_SPINCOUNT"] == "2000"
+    assert start()["GOMP_SPINCOUNT"] == "2000"
     for name, value in (("OMP_WAIT_POLICY", "active"), ("GOMP_SPINCOUNT", "7")):
         with monkeypatch.context() as chosen:
             chosen.setenv(name, value)
             # The process inherits the value.
-            assert "GOMP_SPINCOUNT" not in member.process_env(placement)
+            assert "GOMP_SPINCOUNT" not in start()
 
 
 SLOW_EXIT = """

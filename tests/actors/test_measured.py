@@ -48,15 +48,25 @@ def limits_of(config, *, lost=""):
     return asyncio.run(measuring), asked
 
 
-def test_trainer_and_generator_are_measured_in_turn_and_shared_devices_by_the_trainer_alone():
-    limits, asked = limits_of(tiny())
+def test_trainer_and_generator_are_measured_in_turn_unless_one_answer_holds_for_both():
+    config = tiny()
+    config.generator.num_threads = 1
+    limits, asked = limits_of(config)
     assert limits is not None
     num_bytes = 779_328 * 4
     assert asked == [("trainer", "float32", num_bytes), ("generator_0", "float32", num_bytes)]
     assert limits.sampled.parameters == 779_328
     assert (limits.itemsize, limits.num_samples, limits.waits_for_the_longest) == (4, 8, True)
     assert limits.most_running == 32 * 8
-    config = tiny()
+
+    config.generator.num_threads = config.trainer.num_threads
+    limits, asked = limits_of(config)
+    assert limits is not None
+    assert asked == [("trainer", "float32", num_bytes)]
+    assert limits.trainer is limits.generator
+
+    config.generator.dtype = "bfloat16"
+    assert len(limits_of(config)[1]) == 2
     config.launch.share_gpus = True
     limits, asked = limits_of(config)
     assert limits is not None
@@ -73,7 +83,9 @@ def test_run_without_limits_measures_nothing():
 
 
 def test_failed_measurement_ends_no_run(caplog):
-    limits, asked = limits_of(tiny(), lost="generator_0")
+    config = tiny()
+    config.generator.num_threads = 1
+    limits, asked = limits_of(config, lost="generator_0")
     assert limits is None
     assert len(asked) == 2
     assert "steps have no limit/ metrics: generator_0.measure_machine failed" in caplog.text

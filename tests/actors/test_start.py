@@ -15,6 +15,7 @@ from actors.cluster.recovery import RestartsUsedUpError, ignore_event
 from actors.cluster.starter import RoleStarter
 from actors.config import RecoveryConfig
 from actors.launch import launcher as launch
+from actors.launch import member
 from actors.launch.calls import ActorLostError, ActorTimeoutError, deadline, end_of_process
 from actors.launch.cleanup import import_path
 from actors.launch.member import LogSettings
@@ -70,7 +71,7 @@ class UnluckyStarter(RoleStarter):
     async def _end_lost(self, at: Any) -> None:
         self.ended.append(at.role)
 
-    async def _spawn(self, at: Any, start: Any, *, imports: Any, env: Any = None) -> Any:
+    async def _spawn(self, at: Any, start: Any, **_options: Any) -> Any:
         self._phases[at.role] = "its processes start"
         self.started.append(at.role)
         await asyncio.sleep(self.start_s)
@@ -161,8 +162,8 @@ def test_end_of_a_process_is_read_from_the_report(report, end):
 @pytest.mark.parametrize(("timeout_s", "limit"), [(0.001, "31s"), (600.0, "630s")])
 def test_limit_of_a_start_strikes_before_those_of_monarch(monkeypatch, timeout_s, limit):
     given = {}
-    monkeypatch.setattr(launch, "configure", lambda **limits: given.update(limits))
-    launch.allow_start(timeout_s)
+    monkeypatch.setattr(member, "configure", lambda **limits: given.update(limits))
+    member.allow_start(timeout_s)
     assert set(given.values()) == {limit}
 
 

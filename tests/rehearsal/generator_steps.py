@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from actors.launch.cleanup import free_port
-from actors.vllm.config import ENVIRONMENT, GeneratorConfig
+from actors.vllm.config import GeneratorConfig
+from actors.vllm.environment import ENVIRONMENT
 from actors.vllm.requests import Request
 from rl.distributed.process_group import World
 from rl.models.decoder import TransformerBlock

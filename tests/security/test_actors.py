@@ -20,7 +20,6 @@ from torch.distributed.rendezvous import rendezvous
 from actors.launch import isolation, member
 from actors.launch.cleanup import free_port
 from actors.launch.isolation import forget_empty_secrets, isolate
-from actors.launch.placement import Placement
 from actors.vllm.compat import _serve_ranks_store
 from rl import weights
 from rl.config import cli
@@ -234,7 +233,7 @@ def test_actors_do_not_inherit_secrets(monkeypatch):
     }
     for name, value in {**secrets, **others}.items():
         monkeypatch.setenv(name, value)
-    env = member.process_env(Placement(role="reward", num_procs=1), keep={"HF_TOKEN"})
+    env = member.process_env(role="reward", threads=1, keep={"HF_TOKEN"})
     assert {name: env.get(name) for name in secrets} == dict.fromkeys(secrets, "") | {
         "HF_TOKEN": None
     }

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.vllm.config import ENVIRONMENT
+from actors.vllm.environment import ENVIRONMENT
 from benchmarks.generator_step import least_s
 from benchmarks.processes import Worker
 from rl.models.files.hf import HFFolder, read_parameters, write_random_model
