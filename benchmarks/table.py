@@ -142,9 +142,10 @@ def format_table(lines: Sequence[Mapping[str, Any]]) -> str:
 
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines_of_text = []
-    for *words, value, seconds in rows:
+    for *words, number, duration in rows:
         cells = [word.ljust(width) for word, width in zip(words, widths[:2], strict=True)]
-        lines_of_text.append("  ".join([*cells, value.rjust(widths[2]), seconds.rjust(widths[3])]))
+        cells += [number.rjust(widths[2]), duration.rjust(widths[3])]
+        lines_of_text.append("  ".join(cells))
     return "\n".join(lines_of_text)
 
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from benchmarks import table
 from benchmarks.processes import ROOT
 from tests.support.runs import wait_until_gone
 
-PRINTED = {
+PRINTED: dict[str, dict[str, Any]] = {
     "startup": {"compared": "seconds: TRL over relay", "ratio": {"first_s": 1.5, "end_s": 0.875}},
     "busy": {"compared": "slowdown", "ratio": {"2": {"relay": 1.75, "trl": 20.0}}, "threads": 2},
     "observability": {"compared": "a step: all over nothing", "ratio": 1.0234},
