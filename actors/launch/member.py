@@ -32,7 +32,7 @@ from actors.launch.cleanup import (
     free_port,
     import_path,
 )
-from actors.launch.isolation import hide_secrets
+from actors.launch.isolation import forget_empty_secrets, hide_secrets
 from rl.observability.logs import setup_logging
 from rl.observability.spans import RECORDER, STATE_FOLDER, TimelineConfig, read_state
 from rl.observability.stacks import request_stacks, write_stacks_to
@@ -94,6 +94,7 @@ class Member(Actor):
         `env` holds the variables with which the process was started, or should have been.
         """
         os.environ.update(env)
+        forget_empty_secrets()
         rank = current_rank().rank
         if logs is not None:
             setup_logging(role, rank=rank, folder=logs.folder, console_level=logs.console_level)

@@ -10,6 +10,7 @@ starts, vLLM looks for kernels in everything that any loaded module holds. With 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import warnings
@@ -183,6 +184,8 @@ def build_packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tenso
 
     # vLLM's own kernel multiplies tiles of AMX, which hold 16 rows of 32 bfloat16 numbers.
     if weight.dtype != torch.bfloat16 or not fits_tiles or not torch.cpu._is_amx_tile_supported():
+        if not can_multiply(weight.dtype):
+            return _build_float32_product(weight, bias)
         handler = ops.create_onednn_mm(weight.t(), 32)
         return lambda x: ops.onednn_mm(handler, x, bias)
 
@@ -195,6 +198,30 @@ def build_packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tenso
         return ops.weight_packed_linear_cpu(x, packed, num_rows, wide_bias)
 
     return multiply
+
+
+@functools.cache
+def can_multiply(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN has a product of this type on this processor.
+
+    Without AVX-512 it has none in bfloat16, and only a few processors have one in float16.
+    """
+    try:
+        import_custom_ops().create_onednn_mm(torch.ones(16, 16, dtype=dtype).t(), 32)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _build_float32_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return a product in float32 with a copy of a 16-bit weight, rounded at its end.
+
+    PyTorch's own product in 16 bits has no fast kernel on such a processor either.
+    """
+    ops = import_custom_ops()
+    handler = ops.create_onednn_mm(weight.float().t(), 32)
+    wide_bias = None if bias is None else bias.float()
+    return lambda x: ops.onednn_mm(handler, x.float(), wide_bias).to(x.dtype)
 
 
 def use_vllms_kernels() -> None:

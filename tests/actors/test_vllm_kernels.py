@@ -1,5 +1,6 @@
 """vLLM's kernels give what PyTorch's give in the same layers, up to rounding."""
 
+import copy
 from collections import Counter
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import examples.custom_model  # noqa: F401 registers the family granite
+from actors.vllm import compat
 from rl.models import decoder
 from rl.models.decoder import Attention, Decoder
 from rl.models.layers.attention import SequenceLayout
@@ -71,6 +73,21 @@ def test_packed_product_is_of_the_weights_at_the_last_pack(kernels, dtype, shape
     assert torch.equal(layer(x), packed)
     layer.unpack()
     assert not (layer(x) - (linear.bias if bias else 0)).any()
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_processor_without_a_product_in_16_bits_multiplies_in_float32(kernels, bias, monkeypatch):
+    # As on processors without AVX-512; ONEDNN_MAX_CPU_ISA=AVX2 makes any processor such a one.
+    monkeypatch.setattr(compat, "can_multiply", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    generator = torch.Generator().manual_seed(0)
+    linear = nn.Linear(64, 48, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
+    layer = kernels.PackedLinear(linear.weight, linear.bias)
+    layer.pack()
+    x = torch.randn(5, 64, generator=generator).bfloat16()
+    exact = copy.deepcopy(linear).double()(x.double())
+    assert_as_exact(layer(x), linear(x), exact)
+    assert layer(x).dtype == torch.bfloat16
 
 
 def test_packed_head_in_float32_returns_logits_that_are_not_rounded(kernels):
