@@ -14,7 +14,7 @@ import asyncio
 import concurrent.futures
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -22,17 +22,19 @@ import torch
 from monarch.actor import Actor, Endpoint, concurrent_endpoint, endpoint
 from torch import Tensor
 
-from rl.config.configurable import Configurable
+from rl.config.configurable import Configurable, unless
 from rl.config.tree import check_bounds
 from rl.distributed.process_group import World
 from rl.engine_client import EngineClient, FileUse, bind_method
 from rl.models.spec import ModelSpec
 from rl.observability.machine import MachineLimits, measure_limits
 from rl.observability.spans import span
+from rl.training.checks import find_thread_check
 from rl.training.device_memory import use_growing_segments
 from rl.training.engine import TrainingEngine
 from rl.training.sleep import TrainerSleep
 from rl.types import RUN
+from rl.utils.load import ComputeThreads
 from rl.utils.processes import use_threads
 from rl.utils.threads import WorkerThread
 from rl.weights.store import Shard, WeightStore
@@ -45,6 +47,14 @@ P = ParamSpec("P")
 STOP_TIMEOUT_S = 10.0
 _CHANGES_WEIGHTS = (TrainingEngine.optim_step, TrainingEngine.load_checkpoint)
 """Methods that wait for a push that is under way."""
+_SAME_ON_ONE_THREAD = (
+    TrainingEngine.forward_backward,
+    TrainingEngine.forward,
+    TrainingEngine.compute_logprobs,
+    TrainingEngine.compute_reference_logprobs,
+)
+"""Methods whose number of threads may follow the load. An optimizer's step sums over whole tensors,
+whose bits depend on it."""
 
 
 def serve_method(
@@ -79,6 +89,9 @@ class PolicyTrainer(Actor, Configurable):
         """Ranks; the degrees of `parallelism` multiply to it."""
         num_threads: int = 1
         """CPU threads of each rank."""
+        follow_load: bool = field(default=True, metadata=unless("num_threads", 1))
+        """Compute gradients with one thread while other processes take the cores, in the
+        batch-invariant mode on a CPU, where the results are the same (docs/running.md)."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "num_procs", "num_threads", at_least=1)
@@ -105,6 +118,8 @@ class PolicyTrainer(Actor, Configurable):
         """Known from `setup` on."""
         self._sleep: TrainerSleep | None = None
         """The engine and its sleep, from `setup` on."""
+        self._threads: ComputeThreads | None = None
+        """Made by `setup`, which knows the number of ranks."""
 
     def make_engine(self, hf_assets_path: str) -> TrainingEngine:
         """Join the process group, build the model in its layout and load the folder's weights."""
@@ -163,6 +178,8 @@ class PolicyTrainer(Actor, Configurable):
             method == TrainingEngine.forward_backward
             and self.config.optimizer.early_step_in_backward
         )
+        if method in _SAME_ON_ONE_THREAD and not steps_early:
+            call = partial(self._follow_load, call)
         # A push copies the weights while the engine computes on: they must stay as they are.
         if steps_early or method in _CHANGES_WEIGHTS:
             answer = await self._change_weights(call)
@@ -256,6 +273,11 @@ class PolicyTrainer(Actor, Configurable):
 
         return await self._compute(change)
 
+    def _follow_load(self, call: Callable[[], T]) -> T:
+        assert self._threads is not None, "made by setup"
+        with self._threads.work():
+            return call()
+
     def _setup(self, hf_assets_path: str) -> None:
         world = World.from_env()
         self._rank = world.rank
@@ -266,12 +288,24 @@ class PolicyTrainer(Actor, Configurable):
                 "setup_process_group_env, or change num_procs"
             )
         use_threads(self.config.num_threads)
+        self._threads = self._make_threads(world)
         # Only a trainer that computes with vLLM's kernels imports vLLM.
         if self.model_spec.batch_invariant and torch.cuda.is_available():
             from actors.vllm.compat import use_vllms_kernels
 
             use_vllms_kernels()
         self._open(hf_assets_path)
+
+    def _make_threads(self, world: World) -> ComputeThreads:
+        is_safe = None
+        if self.config.follow_load:
+            is_safe = find_thread_check(
+                self.config,
+                spec=self.model_spec,
+                world=world,
+                num_threads=self.config.num_threads,
+            )
+        return ComputeThreads(self.config.num_threads, is_safe=is_safe)
 
     def _open(self, hf_assets_path: str) -> None:
         self._sleep = TrainerSleep(self.make_engine(hf_assets_path))

@@ -10,8 +10,9 @@ avoid. A side's slowdown is its step beside the others over its calm step; the r
 is that slowdown over the slowdown of `alone`: 1 would be a side that loses its share and nothing
 else.
 
-relay and relay_async are the configs of `benchmarks.grpo_vs_trl`, and so is trl: the same weights,
-prompts and sampling. The last line is a JSON object.
+The sides are those of `benchmarks.grpo_vs_trl`, with the same weights, prompts and sampling. tiny
+is in the batch-invariant mode, as the config is by itself: only there may the trainer's number of
+threads follow the load. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -41,15 +42,18 @@ def main() -> None:
     options.add_argument("--busy", type=int, nargs="+", help="busy processes; 0 1 2 4")
     args = options.parse_args()
     args.busy = args.busy or ([0, 2] if args.quick else [0, 1, 2, 4])
-    args.tokens = args.tokens or [16]
+    args.tokens = args.tokens or [16 if args.model == "tiny" else 64]
+    args.dtype = args.dtype or ["float32" if args.model == "tiny" else "bfloat16"]
     # Beside other work a step of TRL takes a quarter of a minute.
-    args.sides = args.sides or (["relay"] if args.quick else list(grpo_vs_trl.SIDES))
+    relay = "relay_invariant" if args.model == "tiny" else "relay"
+    args.sides = args.sides or ([relay] if args.quick else [relay, "relay_async", "trl"])
     if 0 not in args.busy:
         options.error("--busy: must include 0, the calm machine with which the others are compared")
 
+    assets = grpo_vs_trl.find_assets(args.assets) if args.model == "smollm2" else None
     steps: dict[int, dict[str, float]] = {}
     for num_busy in args.busy:
-        steps[num_busy] = measure(num_busy, args=args)
+        steps[num_busy] = measure(num_busy, assets=assets, args=args)
         seconds = ", ".join(f"{side} {step:.3g} s" for side, step in steps[num_busy].items())
         print(f"{num_busy} busy processes: {seconds}", flush=True)
 
@@ -60,6 +64,7 @@ def main() -> None:
             ratios[str(num_busy)] = {side: of[side] / of["alone"] for side in of if side != "alone"}
     figures = {
         "benchmark": "busy",
+        "model": args.model,
         "tokens": args.tokens[0],
         "threads": args.threads,
         "repeats": args.repeats or num_repeats(args),
@@ -71,15 +76,15 @@ def main() -> None:
     print(json.dumps(figures))
 
 
-def measure(num_busy: int, *, args: argparse.Namespace) -> dict[str, float]:
+def measure(num_busy: int, *, assets: Path | None, args: argparse.Namespace) -> dict[str, float]:
     """Return the seconds of a step of each side beside so many processes, and those of `alone`."""
     with tempfile.TemporaryDirectory() as folder:
         marker = Path(folder) / "steps"
         with keep_busy(num_busy, marker=marker):
             sides = grpo_vs_trl.measure(
                 Path(folder),
-                real_assets=None,
-                dtype="float32",
+                real_assets=assets,
+                dtype=args.dtype[0],
                 tokens=args.tokens[0],
                 args=args,
                 marker=marker,

@@ -72,10 +72,7 @@ def main() -> None:
     args.tokens = args.tokens or ([16, 64] if args.model == "tiny" and not args.quick else [64])
     args.sides = args.sides or (["relay", "trl"] if args.quick else list(SIDES))
     args.dtype = args.dtype or (["float32"] if args.model == "tiny" else ["bfloat16", "float32"])
-    try:
-        assets = _real_assets(args.assets) if args.model == "smollm2" else None
-    except ValueError as error:
-        raise SystemExit(f"error: --assets: {error}") from None
+    assets = find_assets(args.assets) if args.model == "smollm2" else None
     cases = {}
     for dtype in args.dtype:
         for tokens in args.tokens:
@@ -134,15 +131,17 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def _real_assets(given: str) -> Path:
-    """Return the folder of smollm2's weights; raise ValueError if there is none."""
+def find_assets(given: str) -> Path:
+    """Return the folder of smollm2's weights; end the program if there is none."""
     from rl.models.files.assets import resolve_assets
     from rl.models.files.hf import HFFolder
     from rl.observability.run_folder import STARTING_POINTS
 
-    return HFFolder(
-        resolve_assets(given, cache=Path("outputs", STARTING_POINTS)), tokenizer=True
-    ).path
+    try:
+        folder = resolve_assets(given, cache=Path("outputs", STARTING_POINTS))
+        return HFFolder(folder, tokenizer=True).path
+    except ValueError as error:
+        raise SystemExit(f"error: --assets: {error}") from None
 
 
 def measure(

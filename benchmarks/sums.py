@@ -5,6 +5,7 @@ replies of one length.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +72,8 @@ def read_prompts(file: Path) -> Sequence[tuple[str, str]]:
 
 
 def write_endless_model(folder: Path, *, assets: Path, dtype: str) -> None:
-    """Link a model's files into a folder, with another end token, so that every completion has the
-    full length.
+    """Copy a model's files into a folder and link its weights, with another end token, so that
+    every completion has the full length.
 
     The new end token is the tokenizer's last special one, which a model practically never writes.
     `dtype` replaces the dtype in config.json, in which vLLM loads the weights.
@@ -81,8 +82,11 @@ def write_endless_model(folder: Path, *, assets: Path, dtype: str) -> None:
     new = {"eos_token_id": end["id"], "eos_token": end["content"], "dtype": dtype}
     folder.mkdir()
     for file in assets.resolve().iterdir():
-        if file.name not in NAME_THE_END:
+        if file.suffix == ".safetensors":
             (folder / file.name).symlink_to(file)
+            continue
+        if file.name not in NAME_THE_END:
+            shutil.copy(file, folder)
             continue
         settings = json.loads(file.read_text(encoding="utf-8"))
         settings |= {name: value for name, value in new.items() if name in settings}

@@ -7,7 +7,8 @@ text, logprob dictionaries and statistics. Here its core is driven directly, in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,11 @@ from actors.vllm.requests import Drawn, Request
 from actors.vllm.sampler import PolicySampler
 from rl.distributed.process_group import World
 from rl.distributed.sharding import local_tensor
-from rl.models.batch_invariant.probe import check_machine
+from rl.models.batch_invariant.probe import check_machine, has_equal_bits
 from rl.models.files.hf import read_hf_config
 from rl.models.spec import ModelSpec
 from rl.types import FinishReason
+from rl.utils.load import ComputeThreads
 from rl.utils.processes import use_threads
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -51,17 +53,25 @@ class VLLMCore:
     ) -> None:
         adapt_vllm()
         use_threads(config.num_threads)
+        # Without the batch-invariant mode, bits depend on the batch anyway.
+        is_safe: Callable[[], bool] | None = (lambda: True) if current_platform.is_cpu() else None
         if model_spec.batch_invariant and current_platform.is_cpu():
-            # Before vLLM starts, which fixes the number of threads of its process.
             model_config: Any = model_spec.adapter.config_from_hf(read_hf_config(hf_assets_path))
-            check_machine(
-                model_config,
-                dtype=getattr(torch, config.dtype),
-                max_rows=config.max_num_batched_tokens,
-                tensor_parallel_degree=config.tensor_parallel_degree,
-                float32_head=model_spec.float32_head,
+            products: dict[str, Any] = {
+                "dtype": getattr(torch, config.dtype),
+                "max_rows": config.max_num_batched_tokens,
+                "tensor_parallel_degree": config.tensor_parallel_degree,
+                "float32_head": model_spec.float32_head,
+            }
+            # Before vLLM starts, which fixes the number of threads of its process.
+            check_machine(model_config, **products)
+            is_safe = partial(
+                has_equal_bits, model_config, num_threads=config.num_threads, **products
             )
 
+        self._threads = ComputeThreads(
+            config.num_threads, is_safe=is_safe if config.follow_load else None
+        )
         architecture = register_policy(model_spec)
         arguments = build_engine_args(
             config, architecture=architecture, hf_assets_path=hf_assets_path
@@ -130,7 +140,8 @@ class VLLMCore:
         On a GPU vLLM begins the next step before it waits for this one.
         """
         drawn = Drawn()
-        outputs = self._client.get_output().outputs
+        with self._threads.work():
+            outputs = self._client.get_output().outputs
         # After the output, whose wait also brings the logprobs of the step from the GPU.
         logprobs = self._sampler.take_logprobs(num_ahead=count_steps_ahead(self._client))
 

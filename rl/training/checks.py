@@ -17,9 +17,10 @@ from rl.config.rules import check_rules, select_rules
 from rl.config.tree import check_fields, name_as_options
 from rl.distributed.compile import CompileConfig, check_async_tensor_parallel, check_compiler
 from rl.distributed.mesh import Degrees, ParallelismConfig
+from rl.distributed.process_group import World
 from rl.distributed.stages import plan_stages
 from rl.models.batch_invariant.model import check_batch_invariant_model
-from rl.models.batch_invariant.probe import check_machine
+from rl.models.batch_invariant.probe import check_machine, has_equal_bits
 from rl.models.decoder import Decoder, list_module_names
 from rl.models.parallelize import check_decoder_layout
 from rl.models.spec import ModelSpec
@@ -71,6 +72,29 @@ def check_trainer(
         need = estimate_memory(config, spec=spec, degrees=degrees, on_gpu=True)
         check_device_memory(need, device_bytes=total, compiled=config.compile.enable)
     return degrees
+
+
+def find_thread_check(
+    config: TrainerConfig, *, spec: ModelSpec, world: World, num_threads: int
+) -> Callable[[], bool] | None:
+    """Return what tells whether gradients have the same bits on one thread and on `num_threads`.
+
+    None: they need not, since only the batch-invariant mode on a CPU promises anything of bits, or
+    the products are others than those that a test would look at.
+    """
+    on_cpu = world.default_device().type == "cpu"
+    if not (spec.batch_invariant and on_cpu) or config.converters or config.compile.enable:
+        return None
+    return partial(
+        has_equal_bits,
+        spec.model,
+        dtype=getattr(torch, config.training.param_dtype),
+        max_rows=config.training.max_tokens_per_microbatch,
+        num_threads=num_threads,
+        tensor_parallel_degree=config.parallelism.resolve_degrees(world.size).tp,
+        float32_head=spec.float32_head,
+        gradients=True,
+    )
 
 
 def list_trainer_checks(

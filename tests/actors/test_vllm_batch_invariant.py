@@ -16,6 +16,8 @@ from rl.models.layers.rope import LinearScaling
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.types import SamplingParams, TrainingSample
+from rl.utils import load
+from rl.utils.processes import use_threads
 from tests.support.policies import prompts_of, random_model, small_spec
 from tests.support.served_engine import serve_engine
 
@@ -34,7 +36,7 @@ PROMPTS = prompts_of([5, 1, 40, 150, 33, 64])
 @pytest.fixture(scope="module")
 def generate(tmp_path_factory):
     with serve_engine(
-        tmp_path_factory.mktemp("engine"), SPEC, max_num_seqs=64, dtype="bfloat16"
+        tmp_path_factory.mktemp("engine"), SPEC, max_num_seqs=64, dtype="bfloat16", num_threads=2
     ) as served:
         served.load(MODEL)
         yield partial(served.generate, max_tokens=20, seed=1)
@@ -85,6 +87,23 @@ def test_request_gets_the_same_bits_alone_in_a_batch_in_parts_and_from_the_cache
     again = [generate([prompt])[0] for prompt in reversed(PROMPTS)][::-1]
     assert same(together, alone)
     assert same(together, again)
+
+
+def test_number_of_threads_that_changes_between_steps_changes_no_bit(generate, monkeypatch):
+    before = generate(PROMPTS)
+    counts = []
+
+    def use_and_note(count):
+        counts.append(count)
+        use_threads(count)
+
+    # Each step ends a window, in which threads have always waited too long.
+    for name, value in {"WINDOW_S": 0.0, "MOST_WAITING": -1.0, "LONGEST_PAUSE": 0}.items():
+        monkeypatch.setattr(load, name, value)
+    monkeypatch.setattr(load, "use_threads", use_and_note)
+    after = generate(PROMPTS)
+    assert {1, 2} <= set(counts)
+    assert same(before, after)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

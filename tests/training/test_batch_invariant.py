@@ -17,6 +17,7 @@ from rl.models.parallelize import gather_logits, parallelize_decoder_generator
 from rl.training.checks import check_trainer_rules
 from rl.training.engine import TrainingEngine
 from rl.types import TrainingSample
+from rl.utils.processes import use_threads
 from tests.support.distributed import run_ranks
 from tests.test_architecture import ROOT, import_with_blocked
 from tests.training.layouts import join, parallelism
@@ -72,6 +73,26 @@ def generated_logprobs(model: torch.nn.Module, sample: TrainingSample) -> np.nda
     logprobs = (logits.float() / torch.full((len(ids), 1), sample.temperature)).log_softmax(-1)
     targets = torch.from_numpy(sample.token_ids[1:].astype(np.int64))
     return F.pad(logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), (1, 0)).numpy()
+
+
+def test_gradients_have_the_same_bits_on_one_thread_and_on_two():
+    made = make_engine(None, spec=SPEC)
+    before = torch.get_num_threads()
+    gradients = []
+    for count in (1, 2, 1):
+        use_threads(count)
+        try:
+            made.forward_backward(make_samples())
+        finally:
+            use_threads(before)
+        grads = [parameter.grad for parameter in made.policy.parameters.values()]
+        gradients.append([grad.clone() for grad in grads if grad is not None])
+        made.drop_gradient()
+    assert len(gradients[0]) > 10
+    for one, two, again in zip(*gradients, strict=True):
+        assert one.any()
+        assert torch.equal(one, two)
+        assert torch.equal(one, again)
 
 
 def test_products_on_a_gpu_neither_split_their_sums_nor_reduce_in_half_precision(monkeypatch):

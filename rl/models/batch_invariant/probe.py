@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl.models.batch_invariant.model import ROW_MULTIPLE
 from rl.models.decoder import Decoder
@@ -68,6 +68,70 @@ def check_machine(
             counts=batches,
             tile=1,
         )
+
+
+def has_equal_bits(
+    config: Decoder.Config,
+    *,
+    dtype: torch.dtype,
+    max_rows: int,
+    num_threads: int,
+    tensor_parallel_degree: int = 1,
+    float32_head: bool = False,
+    gradients: bool = False,
+) -> bool:
+    """Return whether one thread and `num_threads` give a model's layers the same bits.
+
+    `check_machine` has compared whole batches on several threads with tiles on one. What is added
+    here are whole batches on one thread, and with `gradients` their gradients, some of which are
+    sums over all rows.
+    """
+    compare = partial(_compare_threads, num_threads=num_threads, gradients=gradients)
+    shapes = set(list_linear_shapes(config, tensor_parallel_degree=tensor_parallel_degree))
+    products = [(fan_in, fan_out, dtype) for fan_in, fan_out in sorted(shapes)]
+    if float32_head:
+        fan_out = round(config.vocab_size / tensor_parallel_degree)
+        products.append((config.dim, fan_out, torch.float32))
+
+    for fan_in, fan_out, of_product in products:
+        counts = {ROW_MULTIPLE, 8 * ROW_MULTIPLE, list_row_counts(max_rows)[-1]}
+        most = max(ROW_MULTIPLE, int(MAX_PRODUCTS / (fan_in * fan_out)))
+        for count in sorted({min(count, most) for count in counts}):
+            layer = nn.Linear(fan_in, fan_out, bias=False, dtype=of_product)
+            if not compare(layer, rows=count, width=fan_in, dtype=of_product):
+                return False
+
+    norm = config.build_norm(config.dim).to(dtype)
+    return compare(norm, rows=list_row_counts(max_rows)[-1], width=config.dim, dtype=dtype)
+
+
+def _compare_threads(
+    layer: nn.Module,
+    *,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    num_threads: int,
+    gradients: bool,
+) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, width, generator=generator).to(dtype).requires_grad_(gradients)
+    results: list[list[Tensor]] = []
+    threads = torch.get_num_threads()
+    for count in (1, num_threads):
+        use_threads(count)
+        try:
+            with torch.set_grad_enabled(gradients):
+                y = layer(x)
+                # A loss is the sum over all rows, which threads may divide among them.
+                found = [y, y[:, 0].contiguous().sum()]
+                if gradients:
+                    inputs = [x, *layer.parameters()]
+                    found += torch.autograd.grad(y, inputs, grad_outputs=y.detach().cos())
+        finally:
+            use_threads(threads)
+        results.append(found)
+    return all(map(torch.equal, *results))
 
 
 @cache

@@ -4,7 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl.models.batch_invariant.probe import check_machine, check_rows, list_row_counts
+from rl.models.batch_invariant.probe import (
+    _compare_threads,
+    check_machine,
+    check_rows,
+    has_equal_bits,
+    list_row_counts,
+)
 from rl.models.qwen3 import model_registry
 
 TINY = model_registry("tiny").model
@@ -46,3 +52,23 @@ def test_layer_that_mixes_rows_is_rejected():
             dtype=torch.float32,
             counts=list_row_counts(96),
         )
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_one_thread_and_two_give_the_tiny_model_the_same_bits(gradients):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert has_equal_bits(
+            TINY, dtype=dtype, max_rows=512, num_threads=2, gradients=gradients, float32_head=True
+        )
+
+
+class SumOfAll(torch.nn.Module):
+    def forward(self, x):
+        return x + x.sum()
+
+
+def test_layer_whose_threads_divide_a_sum_is_found():
+    compare = partial(_compare_threads, width=512, dtype=torch.float32, num_threads=2)
+    assert not compare(SumOfAll(), rows=512, gradients=False)
+    assert not compare(SumOfAll(), rows=512, gradients=True)
+    assert compare(torch.nn.Identity(), rows=512, gradients=True)

@@ -1,0 +1,169 @@
+"""A number of compute threads that follows what else the machine does.
+
+Several threads that work on one small kernel wait for each other at its end. Where other processes
+compute too, one of them is always the one that has no core just now, and a step that two threads
+share takes longer than with one. `ComputeThreads` notices from the kernel's own counters how long
+threads wait for a core, tries one thread, and takes what gets more done:
+
+    threads = ComputeThreads(2, is_safe=lambda: ...)
+    with threads.work():        # the calling thread computes with one thread or with two
+        engine.step()
+
+Numbers differ between machines and days, so nothing is decided once and for all: a choice of one
+thread is tried again after a while, longer and longer apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl.utils.processes import use_threads
+
+logger = logging.getLogger(__name__)
+
+WINDOW_S = 0.5
+"""Seconds of work after which the counters are read."""
+MOST_WAITING = 0.2
+"""Share of their time that threads wait for a core on a machine that has enough of them."""
+THREADS_COST = 1.2
+"""How much more processor time several threads must get than one to be worth it: a part of it goes
+into waiting for each other."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 4, 32
+"""Windows between two trials: the first pause, and the longest, after trials without gain."""
+SCHEDULE_FILES = "/proc/self/task/*/schedstat"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clocks:
+    """Nanoseconds since the start of this process, of all its threads together."""
+
+    running: int
+    waiting: int
+    """Ready to run, without a core."""
+
+
+def read_clocks() -> Clocks | None:
+    """Return what the threads of this process got of the machine; None where no file tells."""
+    running = waiting = num_files = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        # A thread may end between the listing and the reading.
+        with contextlib.suppress(OSError, ValueError):
+            of_thread = file.read_text("ascii").split()
+            running += int(of_thread[0])
+            waiting += int(of_thread[1])
+            num_files += 1
+    return Clocks(running=running, waiting=waiting) if num_files else None
+
+
+class ThreadChoice:
+    """Decides on one thread or several from what each got done in the last windows."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._several = num_threads
+        self.count = num_threads
+        self._trial: float | None = None
+        """While the other number is tried: the cores that the number before got."""
+        self._pause = 0
+        """Windows until the next trial."""
+        self._next_pause = SHORTEST_PAUSE
+
+    def end_window(self, *, cores: float, waiting: float) -> None:
+        """Choose the number for the next window.
+
+        Args:
+            cores: processor time per time, with the present number.
+            waiting: share of their time that the threads waited for a core.
+        """
+        if self._trial is not None:
+            self._end_trial(cores)
+        elif self._pause:
+            self._pause -= 1
+        elif self.count == 1 or waiting > MOST_WAITING:
+            self._trial = cores
+            self._switch()
+
+    def _end_trial(self, cores: float) -> None:
+        assert self._trial is not None
+        of_one, of_several = cores, self._trial
+        if self.count != 1:
+            of_one, of_several = of_several, of_one
+        best = self._several if of_several > THREADS_COST * of_one else 1
+        if best == self.count:
+            self._next_pause = SHORTEST_PAUSE
+        else:
+            self._switch()
+            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+        self._trial, self._pause = None, self._next_pause
+
+    def _switch(self) -> None:
+        self.count = self._several if self.count == 1 else 1
+
+
+class ComputeThreads:
+    """Number of threads of the thread that computes, one or several by the load."""
+
+    def __init__(
+        self,
+        num_threads: int,
+        *,
+        is_safe: Callable[[], bool] | None,
+        read_clocks: Callable[[], Clocks | None] = read_clocks,
+    ) -> None:
+        """`is_safe` tells whether results are the same with one thread, and is asked once, before
+        the number changes first. None: it never changes.
+        """
+        self.num_threads = num_threads
+        self._choice = ThreadChoice(num_threads)
+        self._is_safe = is_safe
+        self._read_clocks = read_clocks
+        self._follows = num_threads > 1 and is_safe is not None
+        self._worked_s = 0.0
+        """Seconds of work in this window."""
+        self._last = read_clocks() if self._follows else None
+
+    @contextlib.contextmanager
+    def work(self) -> Iterator[None]:
+        """Compute in the block with the chosen number of threads; afterwards with all of them."""
+        if not self._follows:
+            yield
+            return
+        count, start_s = self._choice.count, time.perf_counter()
+        if count != self.num_threads:
+            use_threads(count)
+        try:
+            yield
+        finally:
+            if count != self.num_threads:
+                use_threads(self.num_threads)
+            self._worked_s += time.perf_counter() - start_s
+            if self._worked_s >= WINDOW_S:
+                self._end_window()
+
+    def _end_window(self) -> None:
+        worked_s, self._worked_s = self._worked_s, 0.0
+        before, self._last = self._last, self._read_clocks()
+        if before is None or self._last is None:
+            self._follows = False
+            return
+        running = self._last.running - before.running
+        waiting = self._last.waiting - before.waiting
+        old = self._choice.count
+        self._choice.end_window(
+            cores=running / 1e9 / worked_s, waiting=waiting / max(1, running + waiting)
+        )
+        if self._choice.count == old:
+            return
+        if self._is_safe is not None and not self._is_safe():
+            logger.info(
+                "computes with %d threads, whatever the load: with one, results have other bits",
+                self.num_threads,
+            )
+            self._follows = False
+            return
+        self._is_safe = None
+        logger.debug("computes with %d of %d threads", self._choice.count, self.num_threads)

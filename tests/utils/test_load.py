@@ -1,0 +1,117 @@
+"""The number of compute threads follows the load."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rl.utils import load
+from rl.utils.load import Clocks, ComputeThreads, ThreadChoice, read_clocks
+
+CALM = {"cores": 1.9, "waiting": 0.02}
+CROWDED = {"cores": 0.9, "waiting": 0.4}
+"""Two threads that get less than a core; one thread would get as much."""
+
+
+def run_windows(choice, machine, *, num_windows):
+    """Return the numbers of threads of the windows, each of which the machine answers."""
+    counts = []
+    for _ in range(num_windows):
+        counts.append(choice.count)
+        choice.end_window(**machine(choice.count))
+    return counts
+
+
+def test_calm_machine_keeps_all_threads():
+    assert set(run_windows(ThreadChoice(2), lambda _: CALM, num_windows=50)) == {2}
+
+
+def test_crowded_machine_gets_one_thread_and_is_asked_again_less_and_less_often():
+    alone = {"cores": 0.85, "waiting": 0.3}
+    counts = run_windows(
+        ThreadChoice(2), lambda count: CROWDED if count == 2 else alone, num_windows=100
+    )
+    assert counts[:2] == [2, 1]
+    trials = [i for i, count in enumerate(counts) if count == 2][1:]
+    gaps = [later - earlier for earlier, later in pairwise(trials)]
+    assert gaps == sorted(gaps)
+    assert gaps[0] == 10
+    assert gaps[-1] == load.LONGEST_PAUSE + 2
+    assert len(trials) < 6
+
+
+def test_several_threads_stay_where_they_get_more_done_than_one():
+    # Large products: two threads beside two processes get a core together, one gets two thirds.
+    machine = {2: {"cores": 1.0, "waiting": 0.5}, 1: {"cores": 0.66, "waiting": 0.33}}
+    counts = run_windows(ThreadChoice(2), machine.__getitem__, num_windows=100)
+    assert 90 < counts.count(2) < 100
+
+
+def test_threads_come_back_when_the_other_work_ends():
+    choice = ThreadChoice(2)
+    run_windows(choice, lambda count: CROWDED if count == 2 else CALM, num_windows=2)
+    assert choice.count == 1
+    machine = {2: CALM, 1: {"cores": 1.0, "waiting": 0.0}}
+    counts = run_windows(choice, machine.__getitem__, num_windows=20)
+    assert counts[-1] == 2
+
+
+class Machine:
+    """Counters of a process whose threads wait half of their time."""
+
+    def __init__(self, monkeypatch):
+        self.now_s = 0.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now_s)
+
+    def read(self):
+        nanoseconds = int(self.now_s * 1e9)
+        return Clocks(running=nanoseconds, waiting=nanoseconds)
+
+    def compute(self, threads):
+        with threads.work():
+            self.now_s += load.WINDOW_S
+            return torch.get_num_threads()
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_work_is_done_with_the_chosen_number_and_the_rest_with_all(monkeypatch):
+    machine = Machine(monkeypatch)
+    threads = ComputeThreads(2, is_safe=lambda: True, read_clocks=machine.read)
+    assert [machine.compute(threads) for _ in range(3)] == [2, 1, 1]
+    assert torch.get_num_threads() == 2
+    with pytest.raises(ZeroDivisionError), threads.work():
+        1 / 0  # noqa: B018
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("is_safe", [None, lambda: False])
+def test_number_does_not_change_where_results_would(monkeypatch, is_safe):
+    machine = Machine(monkeypatch)
+    threads = ComputeThreads(2, is_safe=is_safe, read_clocks=machine.read)
+    assert [machine.compute(threads) for _ in range(4)] == [2, 2, 2, 2]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_machine_without_the_counters_keeps_all_threads(monkeypatch):
+    machine = Machine(monkeypatch)
+    threads = ComputeThreads(2, is_safe=lambda: True, read_clocks=lambda: None)
+    assert [machine.compute(threads) for _ in range(4)] == [2, 2, 2, 2]
+
+
+def test_clocks_of_this_process_run():
+    before = read_clocks()
+    sum(range(2_000_000))
+    after = read_clocks()
+    assert before is not None
+    assert after is not None
+    assert 1_000_000 < after.running - before.running < 10_000_000_000
+    assert after.waiting >= before.waiting
