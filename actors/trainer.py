@@ -37,6 +37,7 @@ from rl.types import RUN
 from rl.utils.load import ComputeThreads
 from rl.utils.processes import use_threads
 from rl.utils.threads import WorkerThread
+from rl.weights.checksum import load_kernel
 from rl.weights.store import Shard, WeightStore
 
 logger = logging.getLogger(__name__)
@@ -295,6 +296,8 @@ class PolicyTrainer(Actor, Configurable):
 
             use_vllms_kernels()
         self._open(hf_assets_path)
+        # Now, while generators still start, and not in the first push and the first step.
+        self._load_kernels()
 
     def _make_threads(self, world: World) -> ComputeThreads:
         is_safe = None
@@ -313,6 +316,16 @@ class PolicyTrainer(Actor, Configurable):
         logger.info(
             "ready: %s %s, %.3g GB", self.model_spec.name, self.model_spec.flavor, num_bytes / 1e9
         )
+
+    def _load_kernels(self) -> None:
+        if torch.cuda.is_available():
+            return
+        load_kernel()
+        if self.model_spec.batch_invariant:
+            # Imported here, because only this mode needs numba.
+            from rl.models.batch_invariant.functions import load_kernels
+
+            load_kernels()
 
     def _close(self) -> None:
         self._require_engine().engine.close()

@@ -1,10 +1,10 @@
 """vLLM 0.32's private parts that relay uses, each with its reason. vllm is imported inside the
 functions.
 
-`adapt_vllm` replaces the builtin `hasattr` in `vllm.triton_utils.dispatcher`: when an engine
-starts, vLLM looks for kernels in everything that any loaded module holds. With numba loaded
-(relay's checksums) the builtin crashes: llvmlite's `lib` pretends to have every attribute, so
-`vars(lib).get` raises AttributeError; flask's `request` raises RuntimeError.
+`adapt_vllm` shows vLLM's dispatcher of kernels vLLM's own modules alone. When an engine starts on a
+CPU, the dispatcher looks for Triton kernels in everything that any loaded module holds, which takes
+0.4 s; and with numba loaded (relay's checksums) it crashes: llvmlite's `lib` pretends to have every
+attribute, so `vars(lib).get` raises AttributeError; flask's `request` raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,22 +41,25 @@ _store: TCPStore | None = None
 
 
 def adapt_vllm() -> None:
-    """Replace `hasattr` in vLLM's dispatcher, and silence logs and warnings."""
+    """Let vLLM's dispatcher look at fewer modules, and silence logs and warnings."""
     from vllm.triton_utils import dispatcher
 
-    dispatcher.hasattr = _has_own_attribute
+    dispatcher.sys = _OwnModules()
     # A failed step logs its whole input, about 100 kB; the error itself is raised.
     logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
-def _has_own_attribute(value: object, name: str) -> bool:
-    """Return whether the object itself has the attribute, without a call of its `__getattr__`."""
-    try:
-        object.__getattribute__(value, name)
-    except AttributeError:
-        return False
-    return True
+class _OwnModules:
+    """Stand-in for `sys` in vLLM's dispatcher."""
+
+    @property
+    def modules(self) -> dict[str, ModuleType]:
+        own: dict[str, ModuleType] = {}
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] == "vllm":
+                own[name] = module
+        return own
 
 
 def make_client(vllm_config: VllmConfig, *, world: World) -> InprocClient:

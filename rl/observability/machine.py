@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from rl.models.model_cost import ModelWork
 
-MEASURE_S = 0.2
+MEASURE_S = 0.1
 """Duration of all tries of one rate."""
 MATRICES = {"cpu": (512, 1024), "cuda": (8192,)}
 """Rows of the square matrices that are multiplied; the best rate counts."""

@@ -9,6 +9,9 @@ stays.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import hashlib
+import json
 import os
 import shutil
 import stat
@@ -20,12 +23,15 @@ from rl.utils.printing import print_error
 from rl.utils.processes import ROLE_VARIABLE
 
 COMPILED = "compiled"
+CHECKS_VARIABLE = "RELAY_CHECKS_DIR"
+"""Environment variable with the folder of `remember`."""
 IN_TMP = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
     "NUMBA_CACHE_DIR": "numba",
+    CHECKS_VARIABLE: "checks",
 }
-"""Caches of libraries that are set always: their default folder is in /tmp, or may be."""
+"""Caches that are set always: the default folder of the libraries' is in /tmp, or may be."""
 IN_HOME = {
     "VLLM_CACHE_ROOT": "vllm",
     "TORCH_EXTENSIONS_DIR": "torch_extensions",
@@ -88,6 +94,29 @@ def use_private_caches(environment: MutableMapping[str, str] = os.environ) -> li
         if not environment.get(name):
             environment[name] = str(folder / inside)
     return warnings
+
+
+def remember(fact: Mapping[str, object]) -> None:
+    """Note a fact about this machine that takes long to find out, for other processes and runs.
+
+    The values must be plain, and all that the fact depends on must be among them.
+    """
+    folder = os.environ.get(CHECKS_VARIABLE)
+    if folder:
+        # Without the note the fact is found out again.
+        with contextlib.suppress(OSError):
+            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            Path(folder, _name_fact(fact)).touch()
+
+
+def is_remembered(fact: Mapping[str, object]) -> bool:
+    """Return whether `remember` was called with this fact on this machine."""
+    folder = os.environ.get(CHECKS_VARIABLE)
+    return bool(folder) and Path(str(folder), _name_fact(fact)).exists()
+
+
+def _name_fact(fact: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(fact, sort_keys=True).encode()).hexdigest()
 
 
 def find_fault(folder: Path) -> str | None:

@@ -182,6 +182,16 @@ def _apply_gate(gate_up: Tensor, linear: float, cubic: float) -> Tensor:
     return out.view(gate_up.size(0), -1).to(gate_up.dtype)
 
 
+def load_kernels() -> None:
+    """Load the compiled kernels of a training step; the first call of one takes 0.3 s."""
+    offsets = np.array([0, 1])
+    x_THD = torch.zeros(1, 1, 8, requires_grad=True)
+    attend(x_THD, x_THD, x_THD, offsets, offsets).sum().backward()
+    for activation in (swiglu, geglu):
+        gate_up = torch.zeros(1, 1, 2, 8, requires_grad=True)
+        activation(gate_up).sum().backward()
+
+
 def share(run: Callable[[int, int], None], work: np.ndarray) -> None:
     """Call `run(begin, end)` for parts of the tasks on as many threads as PyTorch uses for the
     caller.

@@ -7,7 +7,9 @@ that both pass therefore agree with each other, whatever their threads.
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -18,12 +20,16 @@ from torch import Tensor, nn
 
 from rl.models.batch_invariant.model import ROW_MULTIPLE
 from rl.models.decoder import Decoder
+from rl.utils.caches import is_remembered, remember
 from rl.utils.processes import use_threads
 
 MAX_PRODUCTS = 5e8
 """Multiply-adds of the largest tested product beyond one tile; a fraction of a second."""
 MAX_LOGITS = 4e6
 """Logits of the largest tested batch of requests."""
+
+KERNEL_SETTINGS = re.compile(r"(ATEN|DNNL|KMP|MKL|ONEDNN|OMP|OPENBLAS)_|LD_PRELOAD$")
+"""Environment variables by which a user may choose other kernels."""
 
 Layer = Callable[[Tensor], Tensor]
 """Row-wise function from [T, E] to [T, ...]."""
@@ -39,14 +45,28 @@ def check_machine(
 ) -> None:
     """Test a model's layers with up to `max_rows` rows, on the calling thread's number of threads.
 
+    A machine that has passed is not tested again, while processor and libraries are the same.
+
     Args:
         dtype: dtype of all products, but that of the output head with `float32_head`.
 
     Raises:
         ValueError: naming the first failing layer, its dtype and the numbers of rows that differ.
     """
-    shapes = set(list_linear_shapes(config, tensor_parallel_degree=tensor_parallel_degree))
-    for fan_in, fan_out in sorted(shapes):
+    shapes = sorted(set(list_linear_shapes(config, tensor_parallel_degree=tensor_parallel_degree)))
+    passed = _describe_machine() | {
+        "passed": 1,  # Another number whenever the test changes.
+        "shapes": shapes,
+        "norms": [type(config.build_norm(1)).__name__, config.dim, config.block.attention.head_dim],
+        "vocab_size": config.vocab_size,
+        "dtype": str(dtype),
+        "max_rows": max_rows,
+        "tensor_parallel_degree": tensor_parallel_degree,
+        "float32_head": float32_head,
+    }
+    if is_remembered(passed):
+        return
+    for fan_in, fan_out in shapes:
         check_product(fan_in, fan_out, dtype=dtype, max_rows=max_rows)
     if float32_head:
         fan_out = round(config.vocab_size / tensor_parallel_degree)
@@ -68,6 +88,20 @@ def check_machine(
             counts=batches,
             tile=1,
         )
+    remember(passed)
+
+
+def _describe_machine() -> dict[str, object]:
+    """Return what decides which kernels a library takes."""
+    settings = {name: os.environ[name] for name in os.environ if KERNEL_SETTINGS.match(name)}
+    return {
+        "processor": read_processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "settings": settings,
+    }
 
 
 def has_equal_bits(

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rl.models.batch_invariant import probe
 from rl.models.batch_invariant.probe import (
     _compare_threads,
     check_machine,
@@ -12,8 +13,15 @@ from rl.models.batch_invariant.probe import (
     list_row_counts,
 )
 from rl.models.qwen3 import model_registry
+from rl.utils.caches import CHECKS_VARIABLE
 
 TINY = model_registry("tiny").model
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """No machine is known to have passed."""
+    monkeypatch.delenv(CHECKS_VARIABLE, raising=False)
 
 
 def test_layers_of_the_tiny_model_pass_in_whole_tiles():
@@ -72,3 +80,36 @@ def test_layer_whose_threads_divide_a_sum_is_found():
     assert not compare(SumOfAll(), rows=512, gradients=False)
     assert not compare(SumOfAll(), rows=512, gradients=True)
     assert compare(torch.nn.Identity(), rows=512, gradients=True)
+
+
+def test_machine_that_has_passed_is_not_tested_again_unless_something_changed(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv(CHECKS_VARIABLE, str(tmp_path / "checks"))
+    check = partial(check_machine, TINY, dtype=torch.float32)
+    check(max_rows=64)
+    (note,) = (tmp_path / "checks").iterdir()
+
+    def refuse(*_, **__):
+        raise ValueError("tested")
+
+    monkeypatch.setattr(probe, "check_rows", refuse)
+    check(max_rows=64)
+    with pytest.raises(ValueError, match="tested"):
+        check(max_rows=96)
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    with pytest.raises(ValueError, match="tested"):
+        check(max_rows=64)
+    monkeypatch.delenv("MKL_CBWR")
+    note.unlink()
+    with pytest.raises(ValueError, match="tested"):
+        check(max_rows=64)
+    # A machine that failed is not remembered.
+    assert not list((tmp_path / "checks").iterdir())
+
+
+def test_machine_is_tested_where_nothing_can_be_noted(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(CHECKS_VARIABLE, str(tmp_path / "file"))
+    for _ in range(2):
+        check_machine(TINY, dtype=torch.float32, max_rows=64)
