@@ -47,10 +47,7 @@ def tiny() -> Controller.Config:
             lr_scheduler=LRSchedule.Config(warmup_steps=10),
             training=TrainingConfig(max_tokens_per_microbatch=2048, max_norm=1.0),
         ),
-        # A quarter of a GiB holds 256 requests of the longest kind twice; zeroing a whole one takes 0.4 s.
-        generator=VLLMGenerator.Config(
-            dtype="float32", max_model_len=128, num_threads=2, cpu_kv_cache_gib=0.25
-        ),
+        generator=VLLMGenerator.Config(dtype="float32", max_model_len=128, num_threads=2),
         loop=Loop.Config(
             num_steps=80,
             groups_per_batch=32,

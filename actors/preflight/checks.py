@@ -199,9 +199,11 @@ def find_machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine)
             f"generator.num_replicas={generator.num_replicas}: must be at most "
             f"{machine.num_cores}, the cores of this machine, which has no GPU"
         )
-    if num_procs * generator.cpu_kv_cache_gib * 2**30 > machine.memory_bytes:
+    cache_gib = generator.count_cpu_cache_bytes(spec.model) / 2**30
+    if num_procs * cache_gib * 2**30 > machine.memory_bytes:
         faults.append(
-            f"generator.cpu_kv_cache_gib={generator.cpu_kv_cache_gib:g} of each of {num_procs} "
+            f"generator.cpu_kv_cache_gib={generator.cpu_kv_cache_gib:g} "
+            f"({cache_gib:.2g} GiB are needed) of each of {num_procs} "
             f"generator processes is more than the {machine.memory_bytes / 2**30:.0f} GiB of this "
             "machine, which has no GPU"
         )

@@ -343,7 +343,8 @@ def describe_memory(
         # The engine does not start without room for one request of the full length.
         fits = tokens >= generator.max_model_len
     else:
-        cache, tokens = generator.cpu_cache_bytes, generator.count_cpu_cache_tokens(spec.model)
+        cache = generator.count_cpu_cache_bytes(spec.model)
+        tokens = generator.count_cpu_cache_tokens(spec.model)
         fits = generator.num_replicas * degree * (on_rank + cache) <= available
 
     def of_trainer() -> dict[str, Any]:

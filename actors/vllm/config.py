@@ -37,7 +37,8 @@ class GeneratorConfig(Configurable.Config):
     gpu_memory_utilization: float = 0.85
     """Share of a GPU's memory for weights, activations and cache. Not used on a CPU."""
     cpu_kv_cache_gib: float = 1.0
-    """GiB of each rank's key-value cache on a CPU. Not used on a GPU."""
+    """Largest number of GiB of each rank's key-value cache on a CPU: it is smaller if that holds
+    twice `max_num_seqs` sequences of `max_model_len` tokens. Not used on a GPU."""
     enable_prefix_caching: bool = True
     """Let the samples of a prompt share its cache blocks."""
     enforce_eager: bool = False
@@ -109,14 +110,19 @@ class GeneratorConfig(Configurable.Config):
 
     def count_cpu_cache_tokens(self, model: Any) -> int:
         """Return the tokens that fit into one rank's cache on a CPU, in whole blocks."""
+        # vLLM keeps one block empty and points unused entries at it.
+        num_blocks = self.count_cpu_cache_bytes(model) // self._count_block_bytes(model) - 1
+        return max(0, num_blocks) * CPU_BLOCK
+
+    def count_cpu_cache_bytes(self, model: Any) -> int:
+        """Return the bytes of one rank's cache on a CPU, which vLLM zeroes as it starts."""
+        # Twice what can run at once: the rest keeps prompts that later requests begin with.
+        num_blocks = 2 * self.max_num_seqs * -(-self.max_model_len // CPU_BLOCK) + 1
+        largest = int(self.cpu_kv_cache_gib * 2**30)
+        return min(largest, num_blocks * self._count_block_bytes(model))
+
+    def _count_block_bytes(self, model: Any) -> int:
         attention = model.block.attention
         num_rows = 2 * model.num_layers * attention.num_kv_heads // self.tensor_parallel_degree
         itemsize: int = getattr(torch, self.dtype).itemsize
-        token_bytes = num_rows * max(attention.head_dim, SMALLEST_CPU_HEAD_DIM) * itemsize
-        # vLLM keeps one block empty and points unused entries at it.
-        num_blocks = self.cpu_cache_bytes // (token_bytes * CPU_BLOCK) - 1
-        return max(0, num_blocks) * CPU_BLOCK
-
-    @property
-    def cpu_cache_bytes(self) -> int:
-        return int(self.cpu_kv_cache_gib * 2**30)
+        return CPU_BLOCK * num_rows * max(attention.head_dim, SMALLEST_CPU_HEAD_DIM) * itemsize

@@ -55,8 +55,8 @@ class VLLMCore:
         use_threads(config.num_threads)
         # Without the batch-invariant mode, bits depend on the batch anyway.
         is_safe: Callable[[], bool] | None = (lambda: True) if current_platform.is_cpu() else None
+        model_config: Any = model_spec.adapter.config_from_hf(read_hf_config(hf_assets_path))
         if model_spec.batch_invariant and current_platform.is_cpu():
-            model_config: Any = model_spec.adapter.config_from_hf(read_hf_config(hf_assets_path))
             products: dict[str, Any] = {
                 "dtype": getattr(torch, config.dtype),
                 "max_rows": config.max_num_batched_tokens,
@@ -74,7 +74,7 @@ class VLLMCore:
         )
         architecture = register_policy(model_spec)
         arguments = build_engine_args(
-            config, architecture=architecture, hf_assets_path=hf_assets_path
+            config, model=model_config, architecture=architecture, hf_assets_path=hf_assets_path
         )
         self._client = make_client(arguments.create_engine_config(), world=world)
         if world.size > 1:
@@ -292,7 +292,7 @@ class VLLMCore:
 
 
 def build_engine_args(
-    config: GeneratorConfig, *, architecture: str, hf_assets_path: str
+    config: GeneratorConfig, *, model: Any, architecture: str, hf_assets_path: str
 ) -> EngineArgs:
     """Return vLLM's settings for an engine without text, statistics and weights of its own."""
     platform: dict[str, Any] = {
@@ -305,7 +305,7 @@ def build_engine_args(
     }
     if current_platform.is_cpu():
         platform = {
-            "kv_cache_memory_bytes": config.cpu_cache_bytes,
+            "kv_cache_memory_bytes": config.count_cpu_cache_bytes(model),
             "block_size": CPU_BLOCK,
             "enforce_eager": True,
             "async_scheduling": False,

@@ -90,12 +90,12 @@ def test_existing_adapter_is_refused_only_if_the_run_would_save_one(tmp_path):
     [
         (3, 16, None),
         (2, 16, "generator.num_replicas=3: must be at most 2, the cores of"),
-        (3, 2, "cpu_kv_cache_gib=1 of each of 3 generator processes is more than the 2 GiB of"),
+        (3, 2, "GiB are needed) of each of 3 generator processes is more than the 2 GiB of"),
     ],
 )
 def test_generators_need_cores_and_memory_of_a_machine_without_gpus(num_cores, gib, says):
     config = tiny()
-    config.generator.num_replicas = 3
+    config.generator.num_replicas, config.generator.max_num_seqs = 3, 1024
     machine = Machine(num_gpus=0, gpu_bytes=None, num_cores=num_cores, memory_bytes=gib * 2**30)
     assert config.model is not None
     found = list(find_machine_faults(config, spec=config.model, machine=machine))

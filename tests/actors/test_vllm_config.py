@@ -50,6 +50,15 @@ def test_cache_of_a_rank_holds_its_heads_only(settings, num_tokens):
     assert config.count_cpu_cache_tokens(MODEL) == num_tokens
 
 
+def test_cache_is_no_larger_than_twice_what_can_run_at_once():
+    config = VLLMGenerator.Config(dtype="float32", max_num_seqs=10, max_model_len=40)
+    # 40 tokens take two blocks; one more block stays empty.
+    assert config.count_cpu_cache_bytes(MODEL) == (2 * 10 * 2 + 1) * 32 * 2**10
+    assert config.count_cpu_cache_tokens(MODEL) == 2 * 10 * 2 * 32
+    small = replace(config, cpu_kv_cache_gib=2**-12)
+    assert small.count_cpu_cache_bytes(MODEL) == 2**18
+
+
 def test_cache_that_is_too_small_for_a_request_is_refused():
     config = VLLMGenerator.Config(dtype="float32", max_model_len=256, cpu_kv_cache_gib=9 / 2**15)
     config.check_model(MODEL, on_gpu=False)
@@ -149,6 +158,7 @@ def test_engine_has_the_prefix_cache_of_the_config_and_no_quantization_of_the_fo
                 cpu_kv_cache_gib=0.01,
                 enable_prefix_caching=caches,
             ),
+            model=spec.model,
             architecture=model.register_policy(spec),
             hf_assets_path=str(tmp_path / "hf"),
         )
