@@ -26,6 +26,7 @@ from actors.vllm.compat import (
     get_model_runner,
     make_client,
     set_rank_timeout,
+    shorten_allocation,
 )
 from actors.vllm.config import CPU_BLOCK, GeneratorConfig
 from actors.vllm.model import VLLMPolicy, register_policy
@@ -81,6 +82,7 @@ class VLLMCore:
             # Only now: ranks may load at different speeds, and wait for each other longer.
             set_rank_timeout(config.rank_timeout_s)
 
+        shorten_allocation(self._client)
         runner = get_model_runner(self._client)
         self._sampler = PolicySampler(runner)
         runner.sampler = self._sampler

@@ -67,6 +67,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 10.0
+GATHER_S, MOST_GATHER_S = 0.002, 0.02
+"""Time without a further call after which an idle engine begins, and the longest wait for it."""
 
 
 class GeneratorEngine(Configurable):
@@ -365,6 +367,8 @@ class GeneratorEngine(Configurable):
                     return EngineTurn(abort=aborted, step=True)
                 return EngineTurn(abort=aborted, pause=pause)
 
+            if self._queue.may_gather and not self._core.has_requests:
+                await self._gather_calls()
             new_requests = self._queue.take_waiting()
             if new_requests or aborted or self._core.has_requests:
                 return EngineTurn(admit=new_requests, abort=aborted, step=True)
@@ -376,6 +380,19 @@ class GeneratorEngine(Configurable):
                 return EngineTurn()  # Tells the other ranks that this rank lives.
 
         return EngineTurn(stop=True)
+
+    async def _gather_calls(self) -> None:
+        """Let calls that come together begin together.
+
+        The groups of a batch are calls of their own, which arrive within some ms. If the engine
+        began with the first, the others would wait for its first step, and end a step later.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MOST_GATHER_S):
+                num_waiting = 0
+                while num_waiting < self._queue.num_waiting < self.config.max_num_seqs:
+                    num_waiting = self._queue.num_waiting
+                    await asyncio.sleep(GATHER_S)
 
     def _take_turn(self, decided: EngineTurn | None) -> tuple[EngineTurn, Drawn | None]:
         """Do what rank 0 decided; `decided` is None on other ranks."""

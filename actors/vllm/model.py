@@ -1,7 +1,8 @@
 """relay's model inside vLLM: the trainer's definition around vLLM's paged attention.
 
-Shape legend: T tokens of all running requests, E model width, V vocabulary, H and K query and
-key-value heads of this rank, D head size, P head size of the attention kernel.
+Shape legend: T tokens of all running requests, U of them that are computed (shared_rows.py), E
+model width, V vocabulary, H and K query and key-value heads of this rank, D head size, P head size
+of the attention kernel.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 from vllm.v1.attention.selector import get_attn_backend
 
 from actors.vllm.kernels import PackedLinear, use_kernels
+from actors.vllm.shared_rows import SharedRows
 from rl.distributed.sharding import local_tensor
 from rl.models.batch_invariant.functions import attend_to_cache, store_in_cache
 from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
@@ -62,6 +64,7 @@ class VLLMPolicy(nn.Module):
         vllm_config.cache_config.sliding_window = None
         # On a CPU, products of a few rows sum in another order than products of whole tiles.
         self.pads_rows = self.spec.batch_invariant and device.type == "cpu"
+        self.rows = SharedRows(block_size=vllm_config.cache_config.block_size)
 
         def core_attention(layer: int, window: int | None) -> nn.Module:
             kind = InvariantPagedAttention if self.pads_rows else PagedAttention
@@ -70,6 +73,7 @@ class VLLMPolicy(nn.Module):
                     config.block.attention,
                     tp_size=tp_size,
                     window=window,
+                    rows=self.rows,
                     cache_config=vllm_config.cache_config,
                     prefix=f"{prefix}layers.{layer}.attention.core",
                 )
@@ -126,10 +130,13 @@ class VLLMPolicy(nn.Module):
         inputs_embeds: None = None,
     ) -> Tensor:
         """Return the final hidden states [T, E]."""
+        input_ids, positions = self.rows.begin_step(input_ids, positions)
         if self.pads_rows:
-            num_tokens = input_ids.size(0)
-            return self.model(pad_rows(input_ids), positions=pad_rows(positions))[:num_tokens]
-        return self.model(input_ids, positions=positions)
+            num_rows = input_ids.size(0)
+            hidden = self.model(pad_rows(input_ids), positions=pad_rows(positions))[:num_rows]
+        else:
+            hidden = self.model(input_ids, positions=positions)
+        return self.rows.spread(hidden)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return logits [T, V] on every rank."""
@@ -159,11 +166,12 @@ class PagedAttention(nn.Module):
         *,
         tp_size: int,
         window: int | None,
+        rows: SharedRows,
         cache_config: CacheConfig,
         prefix: str,
     ) -> None:
         super().__init__()
-        self.window = window
+        self.window, self.rows = window, rows
         self.num_heads, self.head_dim = config.num_heads // tp_size, config.head_dim
         kernel_dim = _choose_kernel_head_dim(config.head_dim)
         self.padding = kernel_dim - config.head_dim
@@ -178,9 +186,14 @@ class PagedAttention(nn.Module):
         )
 
     def forward(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout | None = None
+        self, q_UHD: Tensor, k_UKD: Tensor, v_UKD: Tensor, sequences: SequenceLayout | None = None
     ) -> Tensor:
-        """Return [T, H, D]; vLLM's forward context knows where the sequences lie."""
+        """Return [U, H, D]; vLLM's forward context knows where the sequences lie."""
+        q_THD, k_TKD, v_TKD = map(self.rows.spread, (q_UHD, k_UKD, v_UKD))
+        return self.rows.keep(self._attend(q_THD, k_TKD, v_TKD))
+
+    def _attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Return [T, H, D], of every request's rows."""
         if not self.padding:
             # The kernels take rows at any stride, but the heads of a row must be contiguous.
             if not v_TKD.is_cuda or v_TKD.stride(1) != self.head_dim:
@@ -200,19 +213,20 @@ class InvariantPagedAttention(PagedAttention):
     """
 
     def forward(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout | None = None
+        self, q_UHD: Tensor, k_UKD: Tensor, v_UKD: Tensor, sequences: SequenceLayout | None = None
     ) -> Tensor:
-        """Return [T, H, D]."""
+        """Return [U, H, D]."""
         by_layer = get_forward_context().attn_metadata
         # Zeros, for the rows at the end that `pad_rows` added and that belong to no sequence.
-        out_THD = torch.zeros(q_THD.shape, dtype=q_THD.dtype)
+        out_UHD = torch.zeros(q_UHD.shape, dtype=q_UHD.dtype)
         if by_layer is None:  # vLLM measures the memory of a forward.
-            return out_THD
+            return out_UHD
 
         assert isinstance(by_layer, dict)
         metadata = by_layer[self.attention.layer_name]
         assert isinstance(metadata, CPUAttentionMetadata)
         num_tokens = metadata.num_actual_tokens
+        q_THD, k_TKD, v_TKD = map(self.rows.spread, (q_UHD, k_UKD, v_UKD))
         cache = self.attention.kv_cache
         block_size = cache.size(2)
 
@@ -224,7 +238,7 @@ class InvariantPagedAttention(PagedAttention):
             slots_T=metadata.slot_mapping[:num_tokens],
             block_size=block_size,
         )
-        out_THD[:num_tokens] = attend_to_cache(
+        attended_THD = attend_to_cache(
             q_THD[:num_tokens],
             cache,
             queries_S=metadata.query_start_loc,
@@ -233,7 +247,9 @@ class InvariantPagedAttention(PagedAttention):
             block_size=block_size,
             window=self.window,
         )
-        return out_THD
+        kept_UHD = self.rows.keep(attended_THD)
+        out_UHD[: len(kept_UHD)] = kept_UHD
+        return out_UHD
 
 
 def _choose_kernel_head_dim(head_dim: int) -> int:

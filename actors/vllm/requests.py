@@ -145,6 +145,15 @@ class Queue:
             self._drop(new_ids & self._samples.keys())
             raise
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def may_gather(self) -> bool:
+        """True if only completions wait; a scored sequence comes alone, and is to begin at once."""
+        return bool(self._waiting) and all(request.scored is None for request in self._waiting)
+
     def take_waiting(self) -> tuple[Request, ...]:
         """Return the requests that no engine has got yet."""
         waiting, self._waiting = tuple(self._waiting), []
