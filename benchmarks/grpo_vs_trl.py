@@ -5,9 +5,9 @@
 
 All sides start from the same weights, see the same prompts, sample 16 prompts x 8 completions a
 step with the same token limit, and train on all of them on the same number of threads
-(asynchronous: half of them for each of trainer and generator). Each measurement is a separate
-process, alternating between sides. A step includes generation, reward, training and publishing the
-weights.
+(asynchronous: half of them for each of trainer and generator; all for the trainer of smollm2). Each
+measurement is a separate process, alternating between sides. A step includes generation, reward,
+training and publishing the weights.
 
     relay, relay_async   float32 master weights; forward, backward and generation in the dtype
     relay_invariant      synchronous, in the batch-invariant mode, which TRL does not have
@@ -124,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         nargs=2,
         metavar=("TRAINER", "GENERATOR"),
-        help="half of the threads for each",
+        help="half of the threads for each; all for the trainer of smollm2",
     )
     options.add_argument("--steps", type=int, help="measured steps of a repeat; tiny 12, smollm2 2")
     options.add_argument("--repeats", type=int, help="processes of each side; 3")
@@ -185,13 +185,20 @@ def measure(
         model=args.model,
         assets=assets,
         prompts=str(folder / "prompts.jsonl"),
-        async_threads=args.async_threads or [max(1, args.threads // 2)] * 2,
+        async_threads=args.async_threads or _share_threads(args),
         dtype=dtype,
         tokens=tokens,
         steps=steps,
         num_warmup=num_warmup_steps(args) if args.model == "tiny" else REAL_WARMUP_STEPS,
         marker=None if marker is None else str(marker),
     )
+
+
+def _share_threads(args: argparse.Namespace) -> list[int]:
+    """Return the threads of trainer and generator where they compute at the same time."""
+    half = max(1, args.threads // 2)
+    # The real model trains for much longer than it generates.
+    return [half if args.model == "tiny" else args.threads, half]
 
 
 def run(side: str, **case: Any) -> dict[str, float]:

@@ -56,6 +56,10 @@ def test_overlap_on_one_cpu_halves_the_threads():
         found(record, config).setting
         == f"{OVERLAP} --trainer.num_threads 1 --generator.num_threads 1"
     )
+    # A trainer that computes for much longer needs all of them when generation is over.
+    long = step(generate=2.5, train=7.0)
+    assert "generation with half its threads" in found(long, config).sentence
+    assert found(long, config).setting == f"{OVERLAP} --generator.num_threads 1"
     config["generator"]["dtype"] = "bfloat16"  # on GPUs
     assert found(record, config).setting == OVERLAP
 
