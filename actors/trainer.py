@@ -91,8 +91,8 @@ class PolicyTrainer(Actor, Configurable):
         num_threads: int = 1
         """CPU threads of each rank."""
         follow_load: bool = field(default=True, metadata=unless("num_threads", 1))
-        """Compute gradients with one thread while other processes take the cores, in the
-        batch-invariant mode on a CPU, where the results are the same (docs/running.md)."""
+        """Compute gradients with one thread while other processes take the cores of a CPU; in the
+        batch-invariant mode alone, after a test that results are the same."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "num_procs", "num_threads", at_least=1)
@@ -322,7 +322,7 @@ class PolicyTrainer(Actor, Configurable):
             return
         load_kernel()
         if self.model_spec.batch_invariant:
-            # Imported here, because only this mode needs numba.
+            # Imported here, because only this mode needs them.
             from rl.models.batch_invariant.functions import load_kernels
 
             load_kernels()

@@ -89,7 +89,7 @@ def words() -> Controller.Config:
 
 
 def full_async() -> Controller.Config:
-    """Generation one step ahead of training, on one core while both compute."""
+    """Generation one step ahead of training, with one thread; training with two."""
     config = sum_digits.ahead(full())
     # Training takes most of a step: when generation is over, it uses both cores.
     config.trainer.num_threads = 2

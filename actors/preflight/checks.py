@@ -202,10 +202,9 @@ def find_machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine)
     cache_gib = generator.count_cpu_cache_bytes(spec.model) / 2**30
     if num_procs * cache_gib * 2**30 > machine.memory_bytes:
         faults.append(
-            f"generator.cpu_kv_cache_gib={generator.cpu_kv_cache_gib:g} "
-            f"({cache_gib:.2g} GiB are needed) of each of {num_procs} "
-            f"generator processes is more than the {machine.memory_bytes / 2**30:.0f} GiB of this "
-            "machine, which has no GPU"
+            f"generator.cpu_kv_cache_gib={generator.cpu_kv_cache_gib:g}: the caches of {num_procs} "
+            f"generator processes, {cache_gib:.2g} GiB each, are more than the "
+            f"{machine.memory_bytes / 2**30:.0f} GiB of this machine, which has no GPU"
         )
     return faults
 

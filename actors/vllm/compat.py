@@ -160,7 +160,8 @@ def shorten_allocation(client: InprocClient) -> None:
     """Let a request take its next slot in a block that it has, past vLLM's checks.
 
     vLLM asks each of its layers of bookkeeping whether a new block is needed, for every token:
-    half of its scheduler's time. Within a block the answer is always no.
+    half of its scheduler's time. Within a block the answer is always no. Without the prefix cache
+    it goes on to ask, after a request's first block.
     """
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 

@@ -62,8 +62,8 @@ class GeneratorConfig(Configurable.Config):
     num_threads: int = 1
     """CPU threads of each rank."""
     follow_load: bool = field(default=True, metadata=unless("num_threads", 1))
-    """Compute with one thread while other processes take the cores, in the batch-invariant mode on
-    a CPU, where the results are the same (docs/running.md)."""
+    """Compute with one thread while other processes take the cores of a CPU. In the batch-invariant
+    mode only after a test that results are the same; without it never with tensor parallelism."""
     rank_timeout_s: float = field(default=300.0, metadata=unless("tensor_parallel_degree", 1))
     """Longest wait in seconds of a tensor-parallel rank for the others, in a step or an update."""
 

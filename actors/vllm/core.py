@@ -54,8 +54,11 @@ class VLLMCore:
     ) -> None:
         adapt_vllm()
         use_threads(config.num_threads)
-        # Without the batch-invariant mode, bits depend on the batch anyway.
-        is_safe: Callable[[], bool] | None = (lambda: True) if current_platform.is_cpu() else None
+        is_safe: Callable[[], bool] | None = None
+        if current_platform.is_cpu() and config.tensor_parallel_degree == 1:
+            # Bits depend on the batch anyway, unless the batch-invariant mode says otherwise. But
+            # tensor-parallel ranks must draw the same tokens.
+            is_safe = lambda: True  # noqa: E731
         model_config: Any = model_spec.adapter.config_from_hf(read_hf_config(hf_assets_path))
         if model_spec.batch_invariant and current_platform.is_cpu():
             products: dict[str, Any] = {

@@ -356,6 +356,7 @@ class GeneratorEngine(Configurable):
             return None
 
         while not self._closing:
+            await self._gather_calls()
             # Cleared before queue and pauses are read, so that no later change is lost.
             self._queue.changed.clear()
             aborted = self._queue.take_aborted()
@@ -367,8 +368,6 @@ class GeneratorEngine(Configurable):
                     return EngineTurn(abort=aborted, step=True)
                 return EngineTurn(abort=aborted, pause=pause)
 
-            if self._queue.may_gather and not self._core.has_requests:
-                await self._gather_calls()
             new_requests = self._queue.take_waiting()
             if new_requests or aborted or self._core.has_requests:
                 return EngineTurn(admit=new_requests, abort=aborted, step=True)
@@ -387,12 +386,18 @@ class GeneratorEngine(Configurable):
         The groups of a batch are calls of their own, which arrive within some ms. If the engine
         began with the first, the others would wait for its first step, and end a step later.
         """
+        num_waiting = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MOST_GATHER_S):
-                num_waiting = 0
-                while num_waiting < self._queue.num_waiting < self.config.max_num_seqs:
+                while self._may_gather() and num_waiting < self._queue.num_waiting:
                     num_waiting = self._queue.num_waiting
                     await asyncio.sleep(GATHER_S)
+
+    def _may_gather(self) -> bool:
+        """Return whether only completions wait that the engine could begin, and not enough."""
+        is_free = not self._core.has_requests and self._queue.has_only_completions
+        is_asked = self._closing or self._pauses.choose_next() is not None
+        return is_free and not is_asked and self._queue.num_waiting < self.config.max_num_seqs
 
     def _take_turn(self, decided: EngineTurn | None) -> tuple[EngineTurn, Drawn | None]:
         """Do what rank 0 decided; `decided` is None on other ranks."""

@@ -150,8 +150,8 @@ class Queue:
         return len(self._waiting)
 
     @property
-    def may_gather(self) -> bool:
-        """True if only completions wait; a scored sequence comes alone, and is to begin at once."""
+    def has_only_completions(self) -> bool:
+        """True if completions wait alone; a scored sequence is to begin at once."""
         return bool(self._waiting) and all(request.scored is None for request in self._waiting)
 
     def take_waiting(self) -> tuple[Request, ...]:

@@ -35,7 +35,11 @@ THREADS_COST = 1.2
 into waiting for each other."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 4, 32
 """Windows between two trials: the first pause, and the longest, after trials without gain."""
-SCHEDULE_FILES = "/proc/self/task/*/schedstat"
+STRETCH_S = 0.1
+"""Seconds of work between two readings, each of which takes up to half a millisecond."""
+LONGEST_GAP_S = 0.02
+"""Pause in the work after which the counters are read anew: what was counted meanwhile is not of
+the work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +62,31 @@ def read_clocks() -> Clocks | None:
             waiting += int(of_thread[1])
             num_files += 1
     return Clocks(running=running, waiting=waiting) if num_files else None
+
+
+@dataclass(kw_only=True, slots=True)
+class Window:
+    """What the threads got in some work."""
+
+    worked_s: float = 0.0
+    running: int = 0
+    """Nanoseconds of all threads, as in `Clocks`."""
+    waiting: int = 0
+
+    def add(self, *, worked_s: float, running: int, waiting: int) -> None:
+        self.worked_s += worked_s
+        self.running += running
+        self.waiting += waiting
+
+    @property
+    def cores(self) -> float:
+        """Processor time per time."""
+        return self.running / 1e9 / self.worked_s
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of their time that the threads waited for a core."""
+        return self.waiting / (self.running + self.waiting)
 
 
 class ThreadChoice:
@@ -122,9 +151,12 @@ class ComputeThreads:
         self._is_safe = is_safe
         self._read_clocks = read_clocks
         self._follows = num_threads > 1 and is_safe is not None
-        self._worked_s = 0.0
-        """Seconds of work in this window."""
-        self._last = read_clocks() if self._follows else None
+        self._began: Clocks | None = None
+        """Counters at the beginning of this stretch of work."""
+        self._stretch_s = 0.0
+        self._ended_s = 0.0
+        """When the last work ended."""
+        self._window = Window()
 
     @contextlib.contextmanager
     def work(self) -> Iterator[None]:
@@ -133,6 +165,8 @@ class ComputeThreads:
             yield
             return
         count, start_s = self._choice.count, time.perf_counter()
+        if self._began is None or start_s - self._ended_s > LONGEST_GAP_S:
+            self._began, self._stretch_s = self._read_clocks(), 0.0
         if count != self.num_threads:
             use_threads(count)
         try:
@@ -140,30 +174,46 @@ class ComputeThreads:
         finally:
             if count != self.num_threads:
                 use_threads(self.num_threads)
-            self._worked_s += time.perf_counter() - start_s
-            if self._worked_s >= WINDOW_S:
-                self._end_window()
+            self._ended_s = time.perf_counter()
+            self._stretch_s += self._ended_s - start_s
+        # Only after work that has succeeded: nothing here may change what an error says.
+        if self._stretch_s >= STRETCH_S:
+            self._end_stretch()
+
+    def _end_stretch(self) -> None:
+        before, now = self._began, self._read_clocks()
+        stretch_s, self._stretch_s = self._stretch_s, 0.0
+        self._began = now
+        if before is None or now is None:
+            self._follows = False
+            return
+        running, waiting = now.running - before.running, now.waiting - before.waiting
+        # A thread that has ended is missing in the second sum.
+        if running > 0 and waiting >= 0:
+            self._window.add(worked_s=stretch_s, running=running, waiting=waiting)
+        if self._window.worked_s >= WINDOW_S:
+            self._end_window()
 
     def _end_window(self) -> None:
-        worked_s, self._worked_s = self._worked_s, 0.0
-        before, self._last = self._last, self._read_clocks()
-        if before is None or self._last is None:
-            self._follows = False
-            return
-        running = self._last.running - before.running
-        waiting = self._last.waiting - before.waiting
+        window, self._window = self._window, Window()
         old = self._choice.count
-        self._choice.end_window(
-            cores=running / 1e9 / worked_s, waiting=waiting / max(1, running + waiting)
-        )
+        self._choice.end_window(cores=window.cores, waiting=window.waiting_share)
         if self._choice.count == old:
             return
-        if self._is_safe is not None and not self._is_safe():
-            logger.info(
-                "computes with %d threads, whatever the load: with one, results have other bits",
-                self.num_threads,
-            )
-            self._follows = False
-            return
-        self._is_safe = None
+        if self._is_safe is not None:
+            if not self._ask():
+                return
+            self._is_safe = None
         logger.debug("computes with %d of %d threads", self._choice.count, self.num_threads)
+
+    def _ask(self) -> bool:
+        """Return whether the number may change; it never does after a no."""
+        assert self._is_safe is not None
+        reason = "with one, results have other bits"
+        try:
+            self._follows = self._is_safe()
+        except Exception as error:  # noqa: BLE001  (the work itself has succeeded)
+            self._follows, reason = False, f"one was not tried: {error!r}"
+        if not self._follows:
+            logger.info("computes with %d threads, whatever the load: %s", self.num_threads, reason)
+        return self._follows

@@ -90,7 +90,7 @@ def test_existing_adapter_is_refused_only_if_the_run_would_save_one(tmp_path):
     [
         (3, 16, None),
         (2, 16, "generator.num_replicas=3: must be at most 2, the cores of"),
-        (3, 2, "GiB are needed) of each of 3 generator processes is more than the 2 GiB of"),
+        (3, 2, "of 3 generator processes, 0.75 GiB each, are more than the 2 GiB of"),
     ],
 )
 def test_generators_need_cores_and_memory_of_a_machine_without_gpus(num_cores, gib, says):

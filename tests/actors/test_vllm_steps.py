@@ -101,6 +101,7 @@ def test_a_shortened_allocation_is_one_without_new_blocks(served, monkeypatch):
     """vLLM's own allocation, called after it, has nothing to do."""
     manager = served.engine._core._scheduler.kv_cache_manager
     shortened, own = manager.allocate_slots, type(manager).allocate_slots
+    assert "allocate_slots" in vars(manager), "the engine's manager has vLLM's own function"
     num_without = 0
 
     def allocate(request, num_new_tokens, **options):

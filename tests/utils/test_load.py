@@ -1,12 +1,14 @@
 """The number of compute threads follows the load."""
 
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
 import torch
 
 from rl.utils import load
-from rl.utils.load import Clocks, ComputeThreads, ThreadChoice, read_clocks
+from rl.utils.load import Clocks, ComputeThreads, ThreadChoice
 
 CALM = {"cores": 1.9, "waiting": 0.02}
 CROWDED = {"cores": 0.9, "waiting": 0.4}
@@ -60,16 +62,16 @@ class Machine:
     """Counters of a process whose threads wait half of their time."""
 
     def __init__(self, monkeypatch):
-        self.now_s = 0.0
+        self.now_s, self.waited_s, self.wait_share = 0.0, 0.0, 1.0
         monkeypatch.setattr("time.perf_counter", lambda: self.now_s)
 
     def read(self):
-        nanoseconds = int(self.now_s * 1e9)
-        return Clocks(running=nanoseconds, waiting=nanoseconds)
+        return Clocks(running=int(self.now_s * 1e9), waiting=int(self.waited_s * 1e9))
 
-    def compute(self, threads):
+    def compute(self, threads, seconds=load.WINDOW_S):
         with threads.work():
-            self.now_s += load.WINDOW_S
+            self.now_s += seconds
+            self.waited_s += self.wait_share * seconds
             return torch.get_num_threads()
 
 
@@ -93,7 +95,7 @@ def test_work_is_done_with_the_chosen_number_and_the_rest_with_all(monkeypatch):
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("is_safe", [None, lambda: False])
+@pytest.mark.parametrize("is_safe", [None, lambda: False, lambda: 1 / 0])
 def test_number_does_not_change_where_results_would(monkeypatch, is_safe):
     machine = Machine(monkeypatch)
     threads = ComputeThreads(2, is_safe=is_safe, read_clocks=machine.read)
@@ -107,11 +109,42 @@ def test_machine_without_the_counters_keeps_all_threads(monkeypatch):
     assert [machine.compute(threads) for _ in range(4)] == [2, 2, 2, 2]
 
 
-def test_clocks_of_this_process_run():
-    before = read_clocks()
-    sum(range(2_000_000))
-    after = read_clocks()
-    assert before is not None
-    assert after is not None
-    assert 1_000_000 < after.running - before.running < 10_000_000_000
-    assert after.waiting >= before.waiting
+@pytest.mark.usefixtures("two_threads")
+def test_what_is_counted_outside_of_the_work_decides_nothing(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.wait_share = 0.0
+    asked: list[int] = []
+    threads = ComputeThreads(2, is_safe=lambda: asked.append(1) is None, read_clocks=machine.read)
+    # A start-up, and pauses, in which threads wait; in the work they do not.
+    for _ in range(20):
+        machine.now_s += 10.0
+        machine.waited_s += 10.0
+        assert machine.compute(threads) == 2
+    assert not asked
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_many_short_steps_make_a_window(monkeypatch):
+    machine = Machine(monkeypatch)
+    threads = ComputeThreads(2, is_safe=lambda: True, read_clocks=machine.read)
+    counts = [machine.compute(threads, seconds=0.004) for _ in range(200)]
+    assert counts.index(1) * 0.004 == pytest.approx(load.WINDOW_S, abs=load.STRETCH_S)
+
+
+CLOCKS = """
+from rl.utils.load import read_clocks
+before = read_clocks()
+sum(range(5_000_000))
+after = read_clocks()
+print(after.running - before.running, after.waiting - before.waiting)
+"""
+
+
+def test_clocks_of_a_process_run():
+    # Without other threads, whose end would take their part out of the sum.
+    run = subprocess.run(
+        [sys.executable, "-c", CLOCKS], capture_output=True, text=True, timeout=60, check=True
+    )
+    running, waiting = map(int, run.stdout.split())
+    assert 10_000_000 < running < 10_000_000_000
+    assert waiting >= 0

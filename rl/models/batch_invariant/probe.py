@@ -25,11 +25,20 @@ from rl.utils.processes import use_threads
 
 MAX_PRODUCTS = 5e8
 """Multiply-adds of the largest tested product beyond one tile; a fraction of a second."""
+MAX_COMPARED = 1e10
+"""The same for the comparison of one thread with several, which happens once in a run at most."""
+LARGEST_WEIGHT = 2**26
+"""Numbers of the largest weight whose products are compared: 256 MiB, and twice that for the
+gradients."""
 MAX_LOGITS = 4e6
 """Logits of the largest tested batch of requests."""
 
 KERNEL_SETTINGS = re.compile(r"(ATEN|DNNL|KMP|MKL|ONEDNN|OMP|OPENBLAS)_|LD_PRELOAD$")
 """Environment variables by which a user may choose other kernels."""
+PROCESSOR_LINES = re.compile(
+    r"(vendor_id|cpu family|model|stepping|flags|cache size|Features|CPU \w+)\b", re.IGNORECASE
+)
+"""Lines of /proc/cpuinfo, of x86 and of ARM."""
 
 Layer = Callable[[Tensor], Tensor]
 """Row-wise function from [T, E] to [T, ...]."""
@@ -55,7 +64,7 @@ def check_machine(
     """
     shapes = sorted(set(list_linear_shapes(config, tensor_parallel_degree=tensor_parallel_degree)))
     passed = _describe_machine() | {
-        "passed": 1,  # Another number whenever the test changes.
+        "passed": [1, ROW_MULTIPLE, MAX_PRODUCTS, MAX_LOGITS],  # 1: the test's own number.
         "shapes": shapes,
         "norms": [type(config.build_norm(1)).__name__, config.dim, config.block.attention.head_dim],
         "vocab_size": config.vocab_size,
@@ -95,7 +104,7 @@ def _describe_machine() -> dict[str, object]:
     """Return what decides which kernels a library takes."""
     settings = {name: os.environ[name] for name in os.environ if KERNEL_SETTINGS.match(name)}
     return {
-        "processor": read_processor(),
+        "processor": _describe_processor(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -118,28 +127,51 @@ def has_equal_bits(
 
     `check_machine` has compared whole batches on several threads with tiles on one. What is added
     here are whole batches on one thread, and with `gradients` their gradients, some of which are
-    sums over all rows.
+    sums over all rows. False for models with a product so large that one thread is never faster.
     """
-    compare = partial(_compare_threads, num_threads=num_threads, gradients=gradients)
     shapes = set(list_linear_shapes(config, tensor_parallel_degree=tensor_parallel_degree))
-    products = [(fan_in, fan_out, dtype) for fan_in, fan_out in sorted(shapes)]
-    if float32_head:
-        fan_out = round(config.vocab_size / tensor_parallel_degree)
-        products.append((config.dim, fan_out, torch.float32))
+    if max(fan_in * fan_out for fan_in, fan_out in shapes) > LARGEST_WEIGHT:
+        return False
+    attention = config.block.attention
+    has_bias = attention.qkv_bias or attention.o_bias
+    largest = list_row_counts(max_rows)[-1]
+    compare = partial(compare_threads, num_threads=num_threads, gradients=gradients)
+    # The first weights of a layer are drawn at a moment that the load decides; the run's random
+    # numbers must not depend on it.
+    with torch.random.fork_rng(devices=[]):
+        for fan_in, fan_out in sorted(shapes):
+            in_float32 = float32_head and fan_out == round(
+                config.vocab_size / tensor_parallel_degree
+            )
+            for of_product in {dtype, torch.float32} if in_float32 else {dtype}:
+                layer = nn.Linear(fan_in, fan_out, bias=has_bias, dtype=of_product)
+                most = max(ROW_MULTIPLE, int(MAX_COMPARED / (fan_in * fan_out)))
+                for rows in {ROW_MULTIPLE, min(8 * ROW_MULTIPLE, most), min(largest, most)}:
+                    if not compare(layer, rows=rows, width=fan_in, dtype=of_product):
+                        return False
 
-    for fan_in, fan_out, of_product in products:
-        counts = {ROW_MULTIPLE, 8 * ROW_MULTIPLE, list_row_counts(max_rows)[-1]}
-        most = max(ROW_MULTIPLE, int(MAX_PRODUCTS / (fan_in * fan_out)))
-        for count in sorted({min(count, most) for count in counts}):
-            layer = nn.Linear(fan_in, fan_out, bias=False, dtype=of_product)
-            if not compare(layer, rows=count, width=fan_in, dtype=of_product):
+        # Heads are normalized one by one.
+        widths = {config.dim: largest, attention.head_dim: largest * attention.num_heads}
+        for width, rows in widths.items():
+            norm = config.build_norm(width).to(dtype)
+            if not compare(norm, rows=rows, width=width, dtype=dtype):
                 return False
-
-    norm = config.build_norm(config.dim).to(dtype)
-    return compare(norm, rows=list_row_counts(max_rows)[-1], width=config.dim, dtype=dtype)
+    return _is_sum_equal(largest, num_threads=num_threads)
 
 
-def _compare_threads(
+def _is_sum_equal(count: int, *, num_threads: int) -> bool:
+    """Return whether threads do not divide a sum of as many numbers among them, as of a loss."""
+    x = torch.randn(count, generator=torch.Generator().manual_seed(2))
+    threads = torch.get_num_threads()
+    sums: list[Tensor] = []
+    for used in (1, num_threads):
+        use_threads(used)
+        sums.append(x.sum())
+    use_threads(threads)
+    return torch.equal(*sums)
+
+
+def compare_threads(
     layer: nn.Module,
     *,
     rows: int,
@@ -148,6 +180,7 @@ def _compare_threads(
     num_threads: int,
     gradients: bool,
 ) -> bool:
+    """Return whether a layer's results for as many rows have the same bits on one thread."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(rows, width, generator=generator).to(dtype).requires_grad_(gradients)
     results: list[list[Tensor]] = []
@@ -157,8 +190,7 @@ def _compare_threads(
         try:
             with torch.set_grad_enabled(gradients):
                 y = layer(x)
-                # A loss is the sum over all rows, which threads may divide among them.
-                found = [y, y[:, 0].contiguous().sum()]
+                found = [y]
                 if gradients:
                     inputs = [x, *layer.parameters()]
                     found += torch.autograd.grad(y, inputs, grad_outputs=y.detach().cos())
@@ -243,6 +275,18 @@ def check_rows(
             f"batch_invariant=True: must be False on this machine ({machine}): {name} in {kind} "
             f"gives other bits in batches of {batches} rows than in tiles of {tile}"
         )
+
+
+def _describe_processor() -> list[str]:
+    """Return the lines about the first core that tell one kind of processor from another.
+
+    A home folder may be shared by many machines, and virtual ones have common names.
+    """
+    try:
+        first, _, _ = Path("/proc/cpuinfo").read_text("utf-8").partition("\n\n")
+    except OSError:
+        return [read_processor()]
+    return [line for line in first.splitlines() if PROCESSOR_LINES.match(line)]
 
 
 def read_processor() -> str:

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from rl.models.batch_invariant import probe
 from rl.models.batch_invariant.probe import (
-    _compare_threads,
     check_machine,
     check_rows,
+    compare_threads,
     has_equal_bits,
     list_row_counts,
 )
@@ -70,13 +70,30 @@ def test_one_thread_and_two_give_the_tiny_model_the_same_bits(gradients):
         )
 
 
+def test_random_numbers_of_the_run_do_not_depend_on_the_comparison():
+    before = torch.get_rng_state()
+    assert has_equal_bits(TINY, dtype=torch.float32, max_rows=64, num_threads=2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_model_with_a_very_large_product_is_not_compared(monkeypatch):
+    monkeypatch.setattr(probe, "LARGEST_WEIGHT", 128 * 128 - 1)
+    assert not has_equal_bits(TINY, dtype=torch.float32, max_rows=64, num_threads=2)
+
+
+def test_loss_whose_sum_threads_would_divide_is_found():
+    # PyTorch divides sums of more than 32,768 numbers.
+    assert probe._is_sum_equal(32_000, num_threads=2)
+    assert not probe._is_sum_equal(200_000, num_threads=2)
+
+
 class SumOfAll(torch.nn.Module):
     def forward(self, x):
         return x + x.sum()
 
 
 def test_layer_whose_threads_divide_a_sum_is_found():
-    compare = partial(_compare_threads, width=512, dtype=torch.float32, num_threads=2)
+    compare = partial(compare_threads, width=512, dtype=torch.float32, num_threads=2)
     assert not compare(SumOfAll(), rows=512, gradients=False)
     assert not compare(SumOfAll(), rows=512, gradients=True)
     assert compare(torch.nn.Identity(), rows=512, gradients=True)
