@@ -113,8 +113,13 @@ def test_machine_without_the_counters_keeps_all_threads(monkeypatch):
 def test_what_is_counted_outside_of_the_work_decides_nothing(monkeypatch):
     machine = Machine(monkeypatch)
     machine.wait_share = 0.0
-    asked: list[int] = []
-    threads = ComputeThreads(2, is_safe=lambda: asked.append(1) is None, read_clocks=machine.read)
+    asked: list[bool] = []
+
+    def is_safe():
+        asked.append(True)
+        return True
+
+    threads = ComputeThreads(2, is_safe=is_safe, read_clocks=machine.read)
     # A start-up, and pauses, in which threads wait; in the work they do not.
     for _ in range(20):
         machine.now_s += 10.0
