@@ -67,8 +67,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 10.0
-GATHER_S, MOST_GATHER_S = 0.002, 0.02
-"""Time without a further call after which an idle engine begins, and the longest wait for it."""
 
 
 class GeneratorEngine(Configurable):
@@ -356,7 +354,7 @@ class GeneratorEngine(Configurable):
             return None
 
         while not self._closing:
-            await self._gather_calls()
+            await self._queue.gather(self._may_gather)
             # Cleared before queue and pauses are read, so that no later change is lost.
             self._queue.changed.clear()
             aborted = self._queue.take_aborted()
@@ -379,19 +377,6 @@ class GeneratorEngine(Configurable):
                 return EngineTurn()  # Tells the other ranks that this rank lives.
 
         return EngineTurn(stop=True)
-
-    async def _gather_calls(self) -> None:
-        """Let calls that come together begin together.
-
-        The groups of a batch are calls of their own, which arrive within some ms. If the engine
-        began with the first, the others would wait for its first step, and end a step later.
-        """
-        num_waiting = 0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(MOST_GATHER_S):
-                while self._may_gather() and num_waiting < self._queue.num_waiting:
-                    num_waiting = self._queue.num_waiting
-                    await asyncio.sleep(GATHER_S)
 
     def _may_gather(self) -> bool:
         """Return whether only completions wait that the engine could begin, and not enough."""

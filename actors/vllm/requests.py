@@ -6,7 +6,8 @@ Shape legend: T tokens of a prompt or sequence.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from rl.utils.errors import RunError
 
 SMALLEST_TEMPERATURE = 0.01
 """vLLM silently raises a smaller temperature to this."""
+GATHER_S, MOST_GATHER_S = 0.002, 0.02
+"""Time without a further call after which an idle engine begins, and the longest wait for it."""
 Begun = Sequence[Sequence[Completion]]
 """[prompt][sample]: completions to continue."""
 
@@ -153,6 +156,19 @@ class Queue:
     def has_only_completions(self) -> bool:
         """True if completions wait alone; a scored sequence is to begin at once."""
         return bool(self._waiting) and all(request.scored is None for request in self._waiting)
+
+    async def gather(self, may_wait: Callable[[], bool]) -> None:
+        """Let calls that come together begin together.
+
+        The groups of a batch are calls of their own, which arrive within some ms. If the engine
+        began with the first, the others would wait for its first step, and end a step later.
+        """
+        num_waiting = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MOST_GATHER_S):
+                while may_wait() and num_waiting < self.num_waiting:
+                    num_waiting = self.num_waiting
+                    await asyncio.sleep(GATHER_S)
 
     def take_waiting(self) -> tuple[Request, ...]:
         """Return the requests that no engine has got yet."""
