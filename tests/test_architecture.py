@@ -430,7 +430,7 @@ def test_modules_that_need_only_torch_import_without_the_rest(tree):
 
 
 SLOW_TO_IMPORT = (
-    "torch._dynamo", "torch.distributed.pipelining", "flask", "vllm", "numba", "torchao",
+    "torch._dynamo", "torch.distributed.pipelining", "flask", "jinja2", "vllm", "numba", "torchao",
     "transformers", "networkx", "matplotlib", "pandas", "pyarrow",
 )  # fmt: skip
 """Packages that a controller, `--help` or an error of the command line does not wait for."""

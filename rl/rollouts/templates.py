@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
 
-from jinja2 import TemplateError
-
 from rl.models.files.tokenizer import IM_END, IM_START
 from rl.rollouts.replies import find_open_thought
 from rl.types import Message
@@ -36,7 +34,13 @@ REWRITTEN_REPLIES = {
 that.
 """
 
-RENDER_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
+
+def list_render_errors() -> tuple[type[Exception], ...]:
+    """Return what a template may raise."""
+    # Imported here: 0.15 s, and nothing else of a config needs it.
+    from jinja2 import TemplateError
+
+    return TemplateError, AttributeError, LookupError, TypeError, ValueError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +192,7 @@ class TokenizerTemplate:
         options = {"tokenize": False, "add_generation_prompt": opens_reply, **self.options}
         try:
             return str(self.tokenizer.apply_chat_template(dicts, **options))
-        except RENDER_ERRORS as error:
+        except list_render_errors() as error:
             roles = ", ".join(m.role for m in messages)
             raise ValueError(
                 f"{self.name} does not render messages of roles {roles}: {error}"

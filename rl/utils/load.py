@@ -33,7 +33,7 @@ MOST_WAITING = 0.2
 THREADS_COST = 1.2
 """How much more processor time several threads must get than one to be worth it: a part of it goes
 into waiting for each other."""
-SHORTEST_PAUSE, LONGEST_PAUSE = 4, 32
+SHORTEST_PAUSE, LONGEST_PAUSE = 8, 32
 """Windows between two trials: the first pause, and the longest, after trials without gain."""
 STRETCH_S = 0.1
 """Seconds of work between two readings, each of which takes up to half a millisecond."""

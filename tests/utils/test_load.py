@@ -37,7 +37,7 @@ def test_crowded_machine_gets_one_thread_and_is_asked_again_less_and_less_often(
     trials = [i for i, count in enumerate(counts) if count == 2][1:]
     gaps = [later - earlier for earlier, later in pairwise(trials)]
     assert gaps == sorted(gaps)
-    assert gaps[0] == 10
+    assert gaps[0] == 2 * load.SHORTEST_PAUSE + 2
     assert gaps[-1] == load.LONGEST_PAUSE + 2
     assert len(trials) < 6
 
