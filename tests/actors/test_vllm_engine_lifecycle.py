@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.vllm.config import GeneratorConfig
 from actors.vllm.requests import GeneratorError
 from rl.models.generate import generate
 from rl.types import SamplingParams
@@ -94,9 +95,9 @@ def test_engine_starts_sleeps_and_ends_when_closed(tmp_path):
     torch.set_num_threads(threads)
 
 
-def test_engine_that_cannot_start_leaves_nothing(tmp_path):
-    spec = small_spec()
-    engine = make_engine(tmp_path, spec, cpu_kv_cache_gib=1e6)
+def test_engine_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(GeneratorConfig, "count_cpu_cache_bytes", lambda *_: 2**50)
+    engine = make_engine(tmp_path, small_spec())
 
     async def life():
         try:
