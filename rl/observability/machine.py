@@ -111,11 +111,14 @@ def _measure_products(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _measure_least_s(action: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest duration of an action that is repeated for `MEASURE_S`."""
+    """Return the shortest duration of an action that is repeated for `MEASURE_S`.
+
+    At least three times, as the first one may load a library.
+    """
     import torch
 
     times_s: list[float] = []
-    while sum(times_s) < MEASURE_S:
+    while sum(times_s) < MEASURE_S or len(times_s) < 3:
         start_s = time.perf_counter()
         action()
         if device.type == "cuda":

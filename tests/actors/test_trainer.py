@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,9 +12,13 @@ import torch
 
 from actors.trainer import PolicyTrainer
 from losses.cross_entropy import CrossEntropyLoss
+from rl.distributed.process_group import World
 from rl.models.files.tokenizer import build_byte_tokenizer
+from rl.models.lora import LoRA
 from rl.training.config import ReferenceConfig
+from rl.training.engine import TrainingEngine
 from rl.types import TrainingSample
+from rl.utils.processes import use_threads
 from rl.weights.store import WeightStore
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.policies import VOCAB_SIZE, model_folder, random_model, small_spec
@@ -143,3 +148,54 @@ def test_two_ranks_push_to_files_and_answer_once(meshes, assets, tmp_path):
 
 async def _call(awaitable):
     return await awaitable
+
+
+def test_gradients_follow_the_load_and_steps_of_the_optimizer_do_not(monkeypatch):
+    spec = replace(SPEC, batch_invariant=True)
+    config = PolicyTrainer.Config(num_threads=2)
+    trainer = PolicyTrainer(config=config, model_spec=spec, store=WeightStore.Config().build())
+    trainer._threads = trainer._make_threads(World())
+    assert trainer._threads._follows
+    trainer._threads._choice.count = 1
+    before = torch.get_num_threads()
+
+    engine = Mock()
+    methods = {
+        TrainingEngine.forward_backward: 1,
+        TrainingEngine.forward: 1,
+        TrainingEngine.compute_logprobs: 1,
+        TrainingEngine.optim_step: 2,
+    }
+    for method in methods:
+        setattr(engine, method.__name__, lambda: torch.get_num_threads())
+    trainer._rank = 0
+    monkeypatch.setattr(trainer, "find_engine", lambda _: engine)
+
+    async def call():
+        await trainer._compute(use_threads, 2)
+        return [await trainer.call_engine(method, model_id="") for method in methods]
+
+    try:
+        assert asyncio.run(call()) == list(methods.values())
+    finally:
+        assert trainer._thread.stop(timeout_s=10.0)
+        use_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "invariant"),
+    [
+        ({}, False),
+        ({"follow_load": False}, True),
+        ({"num_threads": 1}, True),
+        ({"converters": (LoRA.Config(),)}, True),
+    ],
+)
+def test_trainer_keeps_its_threads_where_bits_might_change(changes, invariant):
+    config = PolicyTrainer.Config(**{"num_threads": 2} | changes)
+    spec = replace(SPEC, batch_invariant=invariant)
+    trainer = PolicyTrainer(config=config, model_spec=spec, store=WeightStore.Config().build())
+    try:
+        assert not trainer._make_threads(World())._follows
+    finally:
+        assert trainer._thread.stop(timeout_s=10.0)

@@ -105,7 +105,7 @@ def _describe_machine() -> dict[str, object]:
     settings = {name: os.environ[name] for name in os.environ if KERNEL_SETTINGS.match(name)}
     return {
         "processor": _describe_processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
@@ -129,9 +129,16 @@ def has_equal_bits(
     here are whole batches on one thread, and with `gradients` their gradients, some of which are
     sums over all rows. False for models with a product so large that one thread is never faster.
     """
-    shapes = set(list_linear_shapes(config, tensor_parallel_degree=tensor_parallel_degree))
-    if max(fan_in * fan_out for fan_in, fan_out in shapes) > LARGEST_WEIGHT:
+    products: set[tuple[int, int, torch.dtype]] = set()
+    for fan_in, fan_out in list_linear_shapes(
+        config, tensor_parallel_degree=tensor_parallel_degree
+    ):
+        products.add((fan_in, fan_out, dtype))
+    if float32_head:
+        products.add((config.dim, round(config.vocab_size / tensor_parallel_degree), torch.float32))
+    if max(fan_in * fan_out for fan_in, fan_out, _ in products) > LARGEST_WEIGHT:
         return False
+
     attention = config.block.attention
     has_bias = attention.qkv_bias or attention.o_bias
     largest = list_row_counts(max_rows)[-1]
@@ -139,16 +146,12 @@ def has_equal_bits(
     # The first weights of a layer are drawn at a moment that the load decides; the run's random
     # numbers must not depend on it.
     with torch.random.fork_rng(devices=[]):
-        for fan_in, fan_out in sorted(shapes):
-            in_float32 = float32_head and fan_out == round(
-                config.vocab_size / tensor_parallel_degree
-            )
-            for of_product in {dtype, torch.float32} if in_float32 else {dtype}:
-                layer = nn.Linear(fan_in, fan_out, bias=has_bias, dtype=of_product)
-                most = max(ROW_MULTIPLE, int(MAX_COMPARED / (fan_in * fan_out)))
-                for rows in {ROW_MULTIPLE, min(8 * ROW_MULTIPLE, most), min(largest, most)}:
-                    if not compare(layer, rows=rows, width=fan_in, dtype=of_product):
-                        return False
+        for fan_in, fan_out, of_product in products:
+            layer = nn.Linear(fan_in, fan_out, bias=has_bias, dtype=of_product)
+            most = max(ROW_MULTIPLE, int(MAX_COMPARED / (fan_in * fan_out)))
+            for rows in {ROW_MULTIPLE, min(8 * ROW_MULTIPLE, most), min(largest, most)}:
+                if not compare(layer, rows=rows, width=fan_in, dtype=of_product):
+                    return False
 
         # Heads are normalized one by one.
         widths = {config.dim: largest, attention.head_dim: largest * attention.num_heads}
