@@ -78,7 +78,17 @@ def test_packed_product_is_of_the_weights_at_the_last_pack(kernels, dtype, shape
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_processor_without_a_product_in_16_bits_multiplies_in_float32(kernels, bias, monkeypatch):
     # As on processors without AVX-512; ONEDNN_MAX_CPU_ISA=AVX2 makes any processor such a one.
-    monkeypatch.setattr(compat, "can_multiply", lambda dtype: dtype == torch.float32)
+    ops = compat.import_custom_ops()
+    make = ops.create_onednn_mm
+
+    def refuse_16_bits(weight, *sizes):
+        if weight.dtype != torch.float32:
+            raise RuntimeError("could not create a primitive descriptor")
+        return make(weight, *sizes)
+
+    monkeypatch.setattr(ops, "create_onednn_mm", refuse_16_bits)
+    # Without its memory of this processor.
+    monkeypatch.setattr(compat, "can_multiply", compat.can_multiply.__wrapped__)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(64, 48, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
