@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -160,7 +162,7 @@ def test_gradients_follow_the_load_and_steps_of_the_optimizer_do_not(monkeypatch
     before = torch.get_num_threads()
 
     engine = Mock()
-    methods = {
+    methods: dict[Callable[..., Any], int] = {
         TrainingEngine.forward_backward: 1,
         TrainingEngine.forward: 1,
         TrainingEngine.compute_logprobs: 1,
