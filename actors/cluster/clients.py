@@ -36,6 +36,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+GATHER_S = 0.002
+"""Time that a group waits for others before it is sent to be scored: groups of a batch are ready
+within a few milliseconds of each other, and a message costs two processes a millisecond."""
+MAX_GATHERED = 64
+"""Rollouts after which a call is sent with the groups that it has."""
 MAX_SESSIONS = 65_536
 """Number of remembered sessions; the least recently used one is forgotten first."""
 
@@ -132,12 +137,25 @@ class GeneratorClient:
             )
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class _ScoreCall:
+    """Groups that are sent to a reward process together."""
+
+    groups: list[Sequence[Rollout]] = field(default_factory=list)
+    answers: asyncio.Task[list[list[Score]]] | None = None
+    num_waiting: int = 0
+    """Groups whose caller still waits."""
+
+
 class RewardClient:
     """A `Rewarder` over the processes of a `RewardActor`.
 
-    Each group goes to the process with the fewest rollouts. The run stops if an answer takes longer
-    than `timeouts.score_s` and `longest_s` together: the time limits of the reward functions for a
-    number of rollouts (`rl.rollouts.rewards.compute_longest_s`).
+    Each group goes to the process with the fewest rollouts. Groups that follow each other within
+    `gather_s` are sent in one call, whose scores come together.
+
+    The run stops if an answer takes longer than `timeouts.score_s` and `longest_s` together: the
+    time limits of the reward functions for a number of rollouts
+    (`rl.rollouts.rewards.compute_longest_s`).
     """
 
     def __init__(
@@ -146,11 +164,15 @@ class RewardClient:
         *,
         num_procs: int,
         longest_s: Callable[[int], float] = lambda num_rollouts: 0.0,
+        gather_s: float = GATHER_S,
     ) -> None:
         self._reward = reward
         self._longest_s = longest_s
+        self._gather_s = gather_s
         self._num_asked = [0] * num_procs
         """Rollouts that each process has yet to score."""
+        self._gathering: dict[tuple[int, bool], _ScoreCall] = {}
+        """Calls that are not sent yet, by process and `alone`."""
 
     async def score(
         self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False
@@ -170,23 +192,53 @@ class RewardClient:
                     raise RestartsUsedUpError(
                         f"{error}; rollouts of {ids} were being scored"
                     ) from error
-                # The process first scores what it was sent before, so all of its rollouts count.
-                work_s = self._longest_s(self._num_asked[rank])
                 try:
-                    ((scores,),) = await self._reward.call(
-                        RewardActor.score,
-                        [group],
-                        alone,
-                        rank=rank,
-                        timeout="score_s",
-                        extra_s=work_s,
-                    )
-                    return list(scores)
+                    return await self._ask(group, rank=rank, alone=alone)
                 except ActorLostError:
                     continue  # `wait_until_up` raises the loss if nothing is restarted.
         finally:
             # Also after a cancellation: the process would get less work than others forever.
             self._num_asked[rank] -= len(group)
+
+    async def _ask(self, group: Sequence[Rollout], *, rank: int, alone: bool) -> list[Score]:
+        """Return the scores of a group, which is sent together with others."""
+        to = rank, alone
+        call = self._gathering.get(to)
+        if call is None:
+            call = self._gathering[to] = _ScoreCall()
+            call.answers = asyncio.create_task(self._send(call, to))
+        assert call.answers is not None
+        place = len(call.groups)
+        call.groups.append(group)
+        if sum(map(len, call.groups)) >= MAX_GATHERED:
+            del self._gathering[to]
+
+        call.num_waiting += 1
+        try:
+            # The cancellation of one caller leaves the others their scores.
+            return list((await asyncio.shield(call.answers))[place])
+        finally:
+            call.num_waiting -= 1
+            if not call.num_waiting:
+                call.answers.cancel()
+                self._stop_gathering(call, to)
+
+    def _stop_gathering(self, call: _ScoreCall, to: tuple[int, bool]) -> None:
+        if self._gathering.get(to) is call:
+            del self._gathering[to]
+
+    async def _send(self, call: _ScoreCall, to: tuple[int, bool]) -> list[list[Score]]:
+        """Return the scores of the groups that have come together."""
+        await asyncio.sleep(self._gather_s)
+        self._stop_gathering(call, to)
+        rank, alone = to
+        # The process first scores what it was sent before, so all of its rollouts count.
+        work_s = self._longest_s(self._num_asked[rank])
+        (scores,) = await self._reward.call(
+            RewardActor.score, call.groups, alone, rank=rank, timeout="score_s", extra_s=work_s
+        )
+        answers: list[list[Score]] = scores
+        return answers
 
 
 @asynccontextmanager
@@ -201,7 +253,9 @@ async def open_rewarder(
             time_limit_s=config.time_limit_s,
             start_timeout_s=config.start_timeout_s,
         )
-        yield RewardClient(reward, num_procs=config.num_procs, longest_s=limit)
+        # An async function may take a second for one group and a minute for another.
+        gather_s = 0.0 if rubric.has_async_functions else GATHER_S
+        yield RewardClient(reward, num_procs=config.num_procs, longest_s=limit, gather_s=gather_s)
         return
 
     process = RewardProcess(

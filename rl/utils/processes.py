@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -323,8 +323,24 @@ def keep_freed_memory() -> None:
         mallopt(_TRIM_THRESHOLD, -1)
 
 
-def give_back_freed_memory() -> None:
-    """Return the pages that hold nothing to the kernel."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+class _MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`: ten sizes in bytes, of which the ninth is what is free."""
+
+    _fields_: ClassVar = [("sizes", ctypes.c_size_t * 10)]
+
+
+def give_back_freed_memory(*, at_least: int = 0) -> None:
+    """Return the pages that hold nothing to the kernel, if they are `at_least` this many bytes.
+
+    They are cleared again when they are next written.
+    """
+    libc = ctypes.CDLL(None)
+    # Before 2.33, and in other C libraries, nothing tells how much there is.
+    info = getattr(libc, "mallinfo2", None)
+    if info is not None:
+        info.restype = _MallocInfo
+        if info().sizes[8] < at_least:
+            return
+    trim = getattr(libc, "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -3,10 +3,11 @@
 import asyncio
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import pytest
 
-from actors.cluster.clients import RewardClient
+from actors.cluster.clients import GATHER_S, MAX_GATHERED, RewardClient
 from actors.cluster.group import ActorGroup
 from actors.config import Timeouts
 from actors.launch.calls import ActorTimeoutError
@@ -91,6 +92,8 @@ class OneByOne:
         self.sizes = {"procs": 1}
         self.score = self
         self.main_thread = asyncio.Lock()
+        self.asked = []
+        """Number of rollouts of each group, by call."""
 
     def size(self):
         return 1
@@ -99,6 +102,7 @@ class OneByOne:
         return self
 
     async def call(self, groups, alone):
+        self.asked.append([len(group) for group in groups])
         async with self.main_thread:
             await asyncio.sleep(self.takes_s * sum(map(len, groups)))
         return {"procs": [[Score(reward=1.0, correct=True) for _ in group] for group in groups]}
@@ -124,6 +128,53 @@ def test_any_number_of_rollouts_within_their_limit_are_scored():
     assert scored_one_by_one(alone(), *[1] * 260, takes_s=9) == pytest.approx(2340, abs=1)
     # A function of a group has the limit once per rollout.
     assert scored_one_by_one(together(), 100, takes_s=19) == pytest.approx(1900, abs=1)
+
+
+async def asked_for(*, gather_s=GATHER_S, between_s=0.0, sizes=(1, 2, 3), given_up=()):
+    """Ask for groups one after another; return what the process was asked, and the scores' numbers.
+
+    Callers at the places `given_up` are cancelled before anything is sent.
+    """
+    process = OneByOne(takes_s=1.0)
+    group = ActorGroup(name="reward", mesh=process, timeouts=Timeouts())
+    rewarder = RewardClient(group, num_procs=1, longest_s=float, gather_s=gather_s)
+    asking = []
+    for size in sizes:
+        asking.append(asyncio.ensure_future(rewarder.score([rollouts(*["x"] * size)])))
+        await asyncio.sleep(between_s)
+    for place in given_up:
+        asking[place].cancel()
+    answers = await asyncio.gather(*asking, return_exceptions=True)
+    # Nothing of the calls is left, and the next group is a call of its own.
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    await rewarder.score([rollouts("x")])
+    assert process.asked.pop() == [1]
+    return process.asked, [len(a[0]) if isinstance(a, list) else type(a) for a in answers]
+
+
+@pytest.mark.parametrize(
+    ("how", "asked"),
+    [
+        ({}, [[1, 2, 3]]),
+        ({"between_s": GATHER_S / 4}, [[1, 2, 3]]),
+        ({"between_s": 2 * GATHER_S}, [[1], [2], [3]]),
+        # With async functions.
+        ({"gather_s": 0.0, "between_s": GATHER_S / 4}, [[1], [2], [3]]),
+        ({"sizes": (MAX_GATHERED - 1, 1, 2)}, [[MAX_GATHERED - 1, 1], [2]]),
+    ],
+)
+def test_groups_that_are_ready_within_moments_are_one_call(how, asked):
+    calls, scores = run_in_virtual_time(asked_for(**how))[0]
+    assert calls == asked
+    assert scores == list(chain.from_iterable(asked))
+
+
+def test_caller_that_gives_up_leaves_the_others_their_scores():
+    gone = asyncio.CancelledError
+    calls, scores = run_in_virtual_time(asked_for(given_up=[1]))[0]
+    assert (calls, scores) == ([[1, 2, 3]], [1, gone, 3])
+    # Without any caller nothing is sent.
+    assert run_in_virtual_time(asked_for(given_up=[0, 1, 2]))[0] == ([], [gone] * 3)
 
 
 def test_unresponsive_process_stops_the_run():
