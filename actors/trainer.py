@@ -180,7 +180,10 @@ class PolicyTrainer(Actor, Configurable):
             and self.config.optimizer.early_step_in_backward
         )
         if method in _SAME_ON_ONE_THREAD and not steps_early:
-            call = partial(self._follow_load, call)
+            # Other calls take other times for a token.
+            is_training = method == TrainingEngine.forward_backward
+            num_tokens = sum(len(sample.token_ids) for sample in args[0]) if is_training else 0
+            call = partial(self._follow_load, call, num_tokens)
         # A push copies the weights while the engine computes on: they must stay as they are.
         if steps_early or method in _CHANGES_WEIGHTS:
             answer = await self._change_weights(call)
@@ -274,9 +277,9 @@ class PolicyTrainer(Actor, Configurable):
 
         return await self._compute(change)
 
-    def _follow_load(self, call: Callable[[], T]) -> T:
+    def _follow_load(self, call: Callable[[], T], num_tokens: int) -> T:
         assert self._threads is not None, "made by setup"
-        with self._threads.work():
+        with self._threads.work(num_tokens):
             return call()
 
     def _setup(self, hf_assets_path: str) -> None:

@@ -31,8 +31,8 @@ WINDOW_S = 0.5
 MOST_WAITING = 0.2
 """Share of their time that threads wait for a core on a machine that has enough of them."""
 THREADS_COST = 1.2
-"""How much more processor time several threads must get than one to be worth it: a part of it goes
-into waiting for each other."""
+"""How much more processor time several threads must get than one to be worth it, where nobody tells
+what they got done: a part of it goes into waiting for each other."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 32
 """Windows between two trials: the first pause, and the longest, after trials without gain."""
 STRETCH_S = 0.1
@@ -66,15 +66,18 @@ def read_clocks() -> Clocks | None:
 
 @dataclass(kw_only=True, slots=True)
 class Window:
-    """What the threads got in some work."""
+    """What the threads got, and got done, in some work."""
 
     worked_s: float = 0.0
     running: int = 0
     """Nanoseconds of all threads, as in `Clocks`."""
     waiting: int = 0
+    amount: float = 0.0
+    """What was done, as far as the callers of `ComputeThreads.work` have told."""
 
-    def add(self, *, worked_s: float, running: int, waiting: int) -> None:
+    def add(self, *, worked_s: float, running: int, waiting: int, amount: float) -> None:
         self.worked_s += worked_s
+        self.amount += amount
         self.running += running
         self.waiting += waiting
 
@@ -89,45 +92,53 @@ class Window:
         return self.waiting / (self.running + self.waiting)
 
 
+def are_several_better(several: Window, *, one: Window) -> bool:
+    """Return whether several threads got more done than one."""
+    if several.amount and one.amount:
+        return several.amount / several.worked_s > one.amount / one.worked_s
+    return several.cores > THREADS_COST * one.cores
+
+
 class ThreadChoice:
     """Decides on one thread or several from what each got done in the last windows."""
 
     def __init__(self, num_threads: int) -> None:
         self._several = num_threads
         self.count = num_threads
-        self._trial: float | None = None
-        """While the other number is tried: the cores that the number before got."""
+        self._before: Window | None = None
+        """While the other number is tried: the window with the number before."""
+        self._was_crowded = False
+        """Whether threads waited for a core in the last window."""
         self._pause = 0
         """Windows until the next trial."""
         self._next_pause = SHORTEST_PAUSE
 
-    def end_window(self, *, cores: float, waiting: float) -> None:
+    def end_window(self, window: Window) -> None:
         """Choose the number for the next window.
 
         Args:
-            cores: processor time per time, with the present number.
-            waiting: share of their time that the threads waited for a core.
+            window: the last one, with the present number.
         """
-        if self._trial is not None:
-            self._end_trial(cores)
+        was_crowded = self._was_crowded
+        self._was_crowded = window.waiting_share > MOST_WAITING
+        if self._before is not None:
+            self._end_trial(window, before=self._before)
         elif self._pause:
             self._pause -= 1
-        elif self.count == 1 or waiting > MOST_WAITING:
-            self._trial = cores
+        # A window in which the other work has begun says nothing about several threads beside it.
+        elif self.count == 1 or (self._was_crowded and was_crowded):
+            self._before = window
             self._switch()
 
-    def _end_trial(self, cores: float) -> None:
-        assert self._trial is not None
-        of_one, of_several = cores, self._trial
-        if self.count != 1:
-            of_one, of_several = of_several, of_one
-        best = self._several if of_several > THREADS_COST * of_one else 1
+    def _end_trial(self, window: Window, *, before: Window) -> None:
+        one, several = (window, before) if self.count == 1 else (before, window)
+        best = self._several if are_several_better(several, one=one) else 1
         if best == self.count:
             self._next_pause = SHORTEST_PAUSE
         else:
             self._switch()
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
-        self._trial, self._pause = None, self._next_pause
+        self._before, self._pause = None, self._next_pause
 
     def _switch(self) -> None:
         self.count = self._several if self.count == 1 else 1
@@ -153,20 +164,25 @@ class ComputeThreads:
         self._follows = num_threads > 1 and is_safe is not None
         self._began: Clocks | None = None
         """Counters at the beginning of this stretch of work."""
-        self._stretch_s = 0.0
+        self._stretch_s = self._stretch_amount = 0.0
         self._ended_s = 0.0
         """When the last work ended."""
         self._window = Window()
 
     @contextlib.contextmanager
-    def work(self) -> Iterator[None]:
-        """Compute in the block with the chosen number of threads; afterwards with all of them."""
+    def work(self, amount: float = 0.0) -> Iterator[None]:
+        """Compute in the block with the chosen number of threads; afterwards with all of them.
+
+        Args:
+            amount: of work in the block, in the caller's unit; 0 if it cannot be told.
+        """
         if not self._follows:
             yield
             return
         count, start_s = self._choice.count, time.perf_counter()
         if self._began is None or start_s - self._ended_s > LONGEST_GAP_S:
-            self._began, self._stretch_s = self._read_clocks(), 0.0
+            self._began = self._read_clocks()
+            self._stretch_s = self._stretch_amount = 0.0
         if count != self.num_threads:
             use_threads(count)
         try:
@@ -176,13 +192,15 @@ class ComputeThreads:
                 use_threads(self.num_threads)
             self._ended_s = time.perf_counter()
             self._stretch_s += self._ended_s - start_s
+        self._stretch_amount += amount
         # Only after work that has succeeded: nothing here may change what an error says.
         if self._stretch_s >= STRETCH_S:
             self._end_stretch()
 
     def _end_stretch(self) -> None:
         before, now = self._began, self._read_clocks()
-        stretch_s, self._stretch_s = self._stretch_s, 0.0
+        stretch_s, amount = self._stretch_s, self._stretch_amount
+        self._stretch_s = self._stretch_amount = 0.0
         self._began = now
         if before is None or now is None:
             self._follows = False
@@ -190,14 +208,14 @@ class ComputeThreads:
         running, waiting = now.running - before.running, now.waiting - before.waiting
         # A thread that has ended is missing in the second sum.
         if running > 0 and waiting >= 0:
-            self._window.add(worked_s=stretch_s, running=running, waiting=waiting)
+            self._window.add(worked_s=stretch_s, running=running, waiting=waiting, amount=amount)
         if self._window.worked_s >= WINDOW_S:
             self._end_window()
 
     def _end_window(self) -> None:
         window, self._window = self._window, Window()
         old = self._choice.count
-        self._choice.end_window(cores=window.cores, waiting=window.waiting_share)
+        self._choice.end_window(window)
         if self._choice.count == old:
             return
         if self._is_safe is not None:

@@ -161,7 +161,7 @@ def test_gradients_follow_the_load_and_steps_of_the_optimizer_do_not(monkeypatch
     trainer._threads._choice.count = 1
     before = torch.get_num_threads()
 
-    engine = Mock()
+    engine, samples = Mock(), [Mock(token_ids=range(5)), Mock(token_ids=range(7))]
     methods: dict[Callable[..., Any], int] = {
         TrainingEngine.forward_backward: 1,
         TrainingEngine.forward: 1,
@@ -169,16 +169,18 @@ def test_gradients_follow_the_load_and_steps_of_the_optimizer_do_not(monkeypatch
         TrainingEngine.optim_step: 2,
     }
     for method in methods:
-        setattr(engine, method.__name__, lambda: torch.get_num_threads())
+        setattr(engine, method.__name__, lambda _: torch.get_num_threads())
     trainer._rank = 0
     monkeypatch.setattr(trainer, "find_engine", lambda _: engine)
 
     async def call():
         await trainer._compute(use_threads, 2)
-        return [await trainer.call_engine(method, model_id="") for method in methods]
+        return [await trainer.call_engine(method, samples, model_id="") for method in methods]
 
     try:
         assert asyncio.run(call()) == list(methods.values())
+        # Those of the first call; the others take other times for a token.
+        assert trainer._threads._stretch_amount == 12
     finally:
         assert trainer._thread.stop(timeout_s=10.0)
         use_threads(before)

@@ -8,10 +8,19 @@ import pytest
 import torch
 
 from rl.utils import load
-from rl.utils.load import Clocks, ComputeThreads, ThreadChoice
+from rl.utils.load import Clocks, ComputeThreads, ThreadChoice, Window
 
-CALM = {"cores": 1.9, "waiting": 0.02}
-CROWDED = {"cores": 0.9, "waiting": 0.4}
+
+def window_of(*, cores, waiting, amount=0.0):
+    """Return a window of a second."""
+    running = int(cores * 1e9)
+    return Window(
+        worked_s=1.0, running=running, waiting=int(running * waiting / (1 - waiting)), amount=amount
+    )
+
+
+CALM = window_of(cores=1.9, waiting=0.02)
+CROWDED = window_of(cores=0.9, waiting=0.4)
 """Two threads that get less than a core; one thread would get as much."""
 
 
@@ -20,7 +29,7 @@ def run_windows(choice, machine, *, num_windows):
     counts = []
     for _ in range(num_windows):
         counts.append(choice.count)
-        choice.end_window(**machine(choice.count))
+        choice.end_window(machine(choice.count))
     return counts
 
 
@@ -29,12 +38,12 @@ def test_calm_machine_keeps_all_threads():
 
 
 def test_crowded_machine_gets_one_thread_and_is_asked_again_less_and_less_often():
-    alone = {"cores": 0.85, "waiting": 0.3}
+    alone = window_of(cores=0.85, waiting=0.3)
     counts = run_windows(
         ThreadChoice(2), lambda count: CROWDED if count == 2 else alone, num_windows=100
     )
-    assert counts[:2] == [2, 1]
-    trials = [i for i, count in enumerate(counts) if count == 2][1:]
+    assert counts[:3] == [2, 2, 1]
+    trials = [i for i, count in enumerate(counts) if count == 2][2:]
     gaps = [later - earlier for earlier, later in pairwise(trials)]
     assert gaps == sorted(gaps)
     assert gaps[0] == 2 * load.SHORTEST_PAUSE + 2
@@ -44,16 +53,36 @@ def test_crowded_machine_gets_one_thread_and_is_asked_again_less_and_less_often(
 
 def test_several_threads_stay_where_they_get_more_done_than_one():
     # Large products: two threads beside two processes get a core together, one gets two thirds.
-    machine = {2: {"cores": 1.0, "waiting": 0.5}, 1: {"cores": 0.66, "waiting": 0.33}}
+    machine = {2: window_of(cores=1.0, waiting=0.5), 1: window_of(cores=0.66, waiting=0.33)}
     counts = run_windows(ThreadChoice(2), machine.__getitem__, num_windows=100)
     assert 90 < counts.count(2) < 100
 
 
+@pytest.mark.parametrize(("tokens_of_one", "best"), [(1000, 1), (600, 2)])
+def test_what_was_done_counts_more_than_the_processor_time_it_took(tokens_of_one, best):
+    machine = {
+        2: window_of(cores=1.0, waiting=0.5, amount=800),
+        1: window_of(cores=0.8, waiting=0.33, amount=tokens_of_one),
+    }
+    counts = run_windows(ThreadChoice(2), machine.__getitem__, num_windows=100)
+    assert 90 < counts.count(best) < 100
+
+
+def test_window_in_which_the_load_began_is_not_compared():
+    # Half of it was calm, so that one thread beside the load cannot reach it.
+    windows = iter([CALM, window_of(cores=1.4, waiting=0.25)])
+    machine = {2: CROWDED, 1: window_of(cores=0.85, waiting=0.3)}
+    counts = run_windows(
+        ThreadChoice(2), lambda count: next(windows, machine[count]), num_windows=12
+    )
+    assert counts == [2, 2, 2] + [1] * 9
+
+
 def test_threads_come_back_when_the_other_work_ends():
     choice = ThreadChoice(2)
-    run_windows(choice, lambda count: CROWDED if count == 2 else CALM, num_windows=2)
+    run_windows(choice, lambda count: CROWDED if count == 2 else CALM, num_windows=3)
     assert choice.count == 1
-    machine = {2: CALM, 1: {"cores": 1.0, "waiting": 0.0}}
+    machine = {2: CALM, 1: window_of(cores=1.0, waiting=0.0)}
     counts = run_windows(choice, machine.__getitem__, num_windows=20)
     assert counts[-1] == 2
 
@@ -87,7 +116,7 @@ def two_threads():
 def test_work_is_done_with_the_chosen_number_and_the_rest_with_all(monkeypatch):
     machine = Machine(monkeypatch)
     threads = ComputeThreads(2, is_safe=lambda: True, read_clocks=machine.read)
-    assert [machine.compute(threads) for _ in range(3)] == [2, 1, 1]
+    assert [machine.compute(threads) for _ in range(4)] == [2, 2, 1, 1]
     assert torch.get_num_threads() == 2
     with pytest.raises(ZeroDivisionError), threads.work():
         1 / 0  # noqa: B018
@@ -132,8 +161,8 @@ def test_what_is_counted_outside_of_the_work_decides_nothing(monkeypatch):
 def test_many_short_steps_make_a_window(monkeypatch):
     machine = Machine(monkeypatch)
     threads = ComputeThreads(2, is_safe=lambda: True, read_clocks=machine.read)
-    counts = [machine.compute(threads, seconds=0.004) for _ in range(200)]
-    assert counts.index(1) * 0.004 == pytest.approx(load.WINDOW_S, abs=load.STRETCH_S)
+    counts = [machine.compute(threads, seconds=0.004) for _ in range(400)]
+    assert counts.index(1) * 0.004 == pytest.approx(2 * load.WINDOW_S, abs=2 * load.STRETCH_S)
 
 
 CLOCKS = """
