@@ -180,9 +180,10 @@ class PolicyTrainer(Actor, Configurable):
             and self.config.optimizer.early_step_in_backward
         )
         if method in _SAME_ON_ONE_THREAD and not steps_early:
-            # Other calls take other times for a token.
-            is_training = method == TrainingEngine.forward_backward
-            num_tokens = sum(len(sample.token_ids) for sample in args[0]) if is_training else 0
+            num_tokens = 0
+            # Other calls take other times for a token, and a rank beside others takes theirs.
+            if method == TrainingEngine.forward_backward and self.config.num_procs == 1:
+                num_tokens = sum(len(sample.token_ids) for sample in args[0])
             call = partial(self._follow_load, call, num_tokens)
         # A push copies the weights while the engine computes on: they must stay as they are.
         if steps_early or method in _CHANGES_WEIGHTS:

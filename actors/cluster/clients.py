@@ -29,6 +29,7 @@ from rl.protocols import ResumableGenerator, Rewarder
 from rl.rollouts.rewards import RewardProcess, compute_longest_s
 from rl.rollouts.rubric import Rubric
 from rl.types import Completion, Rollout, SamplingParams, Score
+from rl.utils.clock import now_s
 from rl.utils.errors import RunError
 from rl.utils.threads import gather_or_cancel
 
@@ -37,10 +38,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GATHER_S = 0.002
-"""Time that a group waits for others before it is sent to be scored: groups of a batch are ready
-within a few milliseconds of each other, and a message costs two processes a millisecond."""
+"""Time from the first group to be scored until it is sent, with those that have come since: groups
+of a batch are ready within a few milliseconds, and a message costs two processes one of them."""
 MAX_GATHERED = 64
-"""Rollouts after which a call is sent with the groups that it has."""
+"""Rollouts with which a call takes no further groups."""
+QUICK_S = 0.05
+"""Seconds for a group up to which groups share calls. All scores of a call come at its end: beside
+a judge that takes a minute, no group should wait."""
 MAX_SESSIONS = 65_536
 """Number of remembered sessions; the least recently used one is forgotten first."""
 
@@ -150,8 +154,8 @@ class _ScoreCall:
 class RewardClient:
     """A `Rewarder` over the processes of a `RewardActor`.
 
-    Each group goes to the process with the fewest rollouts. Groups that follow each other within
-    `gather_s` are sent in one call, whose scores come together.
+    Each group goes to the process with the fewest rollouts. While groups are scored quickly, those
+    that come within `GATHER_S` share a call.
 
     The run stops if an answer takes longer than `timeouts.score_s` and `longest_s` together: the
     time limits of the reward functions for a number of rollouts
@@ -164,15 +168,15 @@ class RewardClient:
         *,
         num_procs: int,
         longest_s: Callable[[int], float] = lambda num_rollouts: 0.0,
-        gather_s: float = GATHER_S,
     ) -> None:
         self._reward = reward
         self._longest_s = longest_s
-        self._gather_s = gather_s
         self._num_asked = [0] * num_procs
         """Rollouts that each process has yet to score."""
         self._gathering: dict[tuple[int, bool], _ScoreCall] = {}
         """Calls that are not sent yet, by process and `alone`."""
+        self._takes_s = float("inf")
+        """Seconds that a group took in the latest call."""
 
     async def score(
         self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False
@@ -201,7 +205,11 @@ class RewardClient:
             self._num_asked[rank] -= len(group)
 
     async def _ask(self, group: Sequence[Rollout], *, rank: int, alone: bool) -> list[Score]:
-        """Return the scores of a group, which is sent together with others."""
+        """Return the scores of a group, which may share a call with others."""
+        if self._takes_s > QUICK_S:
+            (scores,) = await self._call([group], rank=rank, alone=alone)
+            return list(scores)
+
         to = rank, alone
         call = self._gathering.get(to)
         if call is None:
@@ -219,6 +227,8 @@ class RewardClient:
             return list((await asyncio.shield(call.answers))[place])
         finally:
             call.num_waiting -= 1
+            # If it is not sent yet: of a caller that has given up, nothing is scored.
+            call.groups[place] = ()
             if not call.num_waiting:
                 call.answers.cancel()
                 self._stop_gathering(call, to)
@@ -229,14 +239,21 @@ class RewardClient:
 
     async def _send(self, call: _ScoreCall, to: tuple[int, bool]) -> list[list[Score]]:
         """Return the scores of the groups that have come together."""
-        await asyncio.sleep(self._gather_s)
+        await asyncio.sleep(GATHER_S)
         self._stop_gathering(call, to)
         rank, alone = to
+        return await self._call(tuple(call.groups), rank=rank, alone=alone)
+
+    async def _call(
+        self, groups: Sequence[Sequence[Rollout]], *, rank: int, alone: bool
+    ) -> list[list[Score]]:
         # The process first scores what it was sent before, so all of its rollouts count.
         work_s = self._longest_s(self._num_asked[rank])
+        started = now_s()
         (scores,) = await self._reward.call(
-            RewardActor.score, call.groups, alone, rank=rank, timeout="score_s", extra_s=work_s
+            RewardActor.score, groups, alone, rank=rank, timeout="score_s", extra_s=work_s
         )
+        self._takes_s = (now_s() - started) / len(groups)
         answers: list[list[Score]] = scores
         return answers
 
@@ -253,9 +270,7 @@ async def open_rewarder(
             time_limit_s=config.time_limit_s,
             start_timeout_s=config.start_timeout_s,
         )
-        # An async function may take a second for one group and a minute for another.
-        gather_s = 0.0 if rubric.has_async_functions else GATHER_S
-        yield RewardClient(reward, num_procs=config.num_procs, longest_s=limit, gather_s=gather_s)
+        yield RewardClient(reward, num_procs=config.num_procs, longest_s=limit)
         return
 
     process = RewardProcess(

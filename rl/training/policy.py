@@ -55,7 +55,7 @@ from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
 from rl.training.token_values import TokenValues, check_token_ids
 from rl.types import TrainingSample
-from rl.utils.processes import give_back_freed_memory, keep_freed_memory, seed_everything
+from rl.utils.processes import FreedMemory, keep_freed_memory, seed_everything
 from rl.utils.tensor_memory import to_device
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ FORWARDS_BETWEEN_TRIMS = 16
 """Forwards on a CPU after which holes in the freed memory are given back: 40 steps of 2
 micro-batches of SmolLM2 left 6 GiB of them."""
 KEPT_BYTES = 512 * 2**20
-"""Freed memory that is always kept. `tiny` frees and takes 0.14 GB in each step: a fifteenth of its
-training time went into clearing them again."""
+"""Growth of the process below which they are kept. `tiny` frees and takes 0.14 GB in each step: a
+fifteenth of its training time went into clearing them again."""
 
 TokenHead = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -106,6 +106,7 @@ class Policy:
         self.loaded_from: str | None = None
         """Hugging Face folder of the plain model's weights, if all came from one."""
         self._num_forwards = 0
+        self._freed = FreedMemory(most_bytes=KEPT_BYTES)
         self._latest: PackedBatch | None = None
         """Micro-batch of the latest forward."""
 
@@ -367,7 +368,7 @@ class Policy:
         self._latest = batch
         self._num_forwards += 1
         if self.device.type == "cpu" and self._num_forwards % FORWARDS_BETWEEN_TRIMS == 0:
-            give_back_freed_memory(at_least=KEPT_BYTES)
+            self._freed.give_back_if_much()
 
     def _prepare_whole(
         self, batch: PackedBatch, entropy_gradient: bool, only_loss_rows: bool

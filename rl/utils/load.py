@@ -73,11 +73,12 @@ class Window:
     """Nanoseconds of all threads, as in `Clocks`."""
     waiting: int = 0
     amount: float = 0.0
-    """What was done, as far as the callers of `ComputeThreads.work` have told."""
+    """What was done in work whose caller told how much it was."""
+    amount_s: float = 0.0
+    """Seconds of that work."""
 
-    def add(self, *, worked_s: float, running: int, waiting: int, amount: float) -> None:
+    def add_time(self, *, worked_s: float, running: int, waiting: int) -> None:
         self.worked_s += worked_s
-        self.amount += amount
         self.running += running
         self.waiting += waiting
 
@@ -95,7 +96,7 @@ class Window:
 def are_several_better(several: Window, *, one: Window) -> bool:
     """Return whether several threads got more done than one."""
     if several.amount and one.amount:
-        return several.amount / several.worked_s > one.amount / one.worked_s
+        return several.amount / several.amount_s > one.amount / one.amount_s
     return several.cores > THREADS_COST * one.cores
 
 
@@ -164,7 +165,7 @@ class ComputeThreads:
         self._follows = num_threads > 1 and is_safe is not None
         self._began: Clocks | None = None
         """Counters at the beginning of this stretch of work."""
-        self._stretch_s = self._stretch_amount = 0.0
+        self._stretch_s = 0.0
         self._ended_s = 0.0
         """When the last work ended."""
         self._window = Window()
@@ -181,8 +182,7 @@ class ComputeThreads:
             return
         count, start_s = self._choice.count, time.perf_counter()
         if self._began is None or start_s - self._ended_s > LONGEST_GAP_S:
-            self._began = self._read_clocks()
-            self._stretch_s = self._stretch_amount = 0.0
+            self._began, self._stretch_s = self._read_clocks(), 0.0
         if count != self.num_threads:
             use_threads(count)
         try:
@@ -192,15 +192,16 @@ class ComputeThreads:
                 use_threads(self.num_threads)
             self._ended_s = time.perf_counter()
             self._stretch_s += self._ended_s - start_s
-        self._stretch_amount += amount
         # Only after work that has succeeded: nothing here may change what an error says.
+        if amount:
+            self._window.amount += amount
+            self._window.amount_s += self._ended_s - start_s
         if self._stretch_s >= STRETCH_S:
             self._end_stretch()
 
     def _end_stretch(self) -> None:
         before, now = self._began, self._read_clocks()
-        stretch_s, amount = self._stretch_s, self._stretch_amount
-        self._stretch_s = self._stretch_amount = 0.0
+        stretch_s, self._stretch_s = self._stretch_s, 0.0
         self._began = now
         if before is None or now is None:
             self._follows = False
@@ -208,7 +209,7 @@ class ComputeThreads:
         running, waiting = now.running - before.running, now.waiting - before.waiting
         # A thread that has ended is missing in the second sum.
         if running > 0 and waiting >= 0:
-            self._window.add(worked_s=stretch_s, running=running, waiting=waiting, amount=amount)
+            self._window.add_time(worked_s=stretch_s, running=running, waiting=waiting)
         if self._window.worked_s >= WINDOW_S:
             self._end_window()
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 
@@ -323,24 +323,31 @@ def keep_freed_memory() -> None:
         mallopt(_TRIM_THRESHOLD, -1)
 
 
-class _MallocInfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`: ten sizes in bytes, of which the ninth is what is free."""
-
-    _fields_: ClassVar = [("sizes", ctypes.c_size_t * 10)]
-
-
-def give_back_freed_memory(*, at_least: int = 0) -> None:
-    """Return the pages that hold nothing to the kernel, if they are `at_least` this many bytes.
-
-    They are cleared again when they are next written.
-    """
-    libc = ctypes.CDLL(None)
-    # Before 2.33, and in other C libraries, nothing tells how much there is.
-    info = getattr(libc, "mallinfo2", None)
-    if info is not None:
-        info.restype = _MallocInfo
-        if info().sizes[8] < at_least:
-            return
-    trim = getattr(libc, "malloc_trim", None)
+def give_back_freed_memory() -> None:
+    """Return the pages that hold nothing to the kernel."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+class FreedMemory:
+    """Memory that this process has freed and keeps, until there is much of it.
+
+    What is given back has to be cleared by the kernel when it is next written.
+    """
+
+    def __init__(self, *, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._resident_bytes = _read_resident_bytes()
+        """After the latest time that it was given back."""
+
+    def give_back_if_much(self) -> None:
+        """Give it back if this process has grown by `most_bytes` since the last time."""
+        # The allocator's own count of free bytes includes those that were given back already.
+        if _read_resident_bytes() - self._resident_bytes >= self._most_bytes:
+            give_back_freed_memory()
+            self._resident_bytes = _read_resident_bytes()
+
+
+def _read_resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)

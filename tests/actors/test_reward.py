@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from actors.cluster.clients import GATHER_S, MAX_GATHERED, RewardClient
+from actors.cluster.clients import GATHER_S, MAX_GATHERED, QUICK_S, RewardClient
 from actors.cluster.group import ActorGroup
 from actors.config import Timeouts
 from actors.launch.calls import ActorTimeoutError
@@ -20,6 +20,8 @@ from tests.support.scored import replied
 from tests.support.virtual_time import run_in_virtual_time
 
 CONFIG = RewardActor.Config(num_procs=2, time_limit_s=20)
+QUICK = QUICK_S / 1000
+"""Seconds for a rollout."""
 
 
 class Rewards:
@@ -130,14 +132,16 @@ def test_any_number_of_rollouts_within_their_limit_are_scored():
     assert scored_one_by_one(together(), 100, takes_s=19) == pytest.approx(1900, abs=1)
 
 
-async def asked_for(*, gather_s=GATHER_S, between_s=0.0, sizes=(1, 2, 3), given_up=()):
+async def asked_for(*, between_s=0.0, sizes=(1, 2, 3), given_up=(), takes_s=QUICK):
     """Ask for groups one after another; return what the process was asked, and the scores' numbers.
 
     Callers at the places `given_up` are cancelled before anything is sent.
     """
-    process = OneByOne(takes_s=1.0)
+    process = OneByOne(takes_s=takes_s)
     group = ActorGroup(name="reward", mesh=process, timeouts=Timeouts())
-    rewarder = RewardClient(group, num_procs=1, longest_s=float, gather_s=gather_s)
+    rewarder = RewardClient(group, num_procs=1, longest_s=float)
+    # Nothing is known of the first group: it is a call of its own.
+    await rewarder.score([rollouts("x")])
     asking = []
     for size in sizes:
         asking.append(asyncio.ensure_future(rewarder.score([rollouts(*["x"] * size)])))
@@ -148,22 +152,23 @@ async def asked_for(*, gather_s=GATHER_S, between_s=0.0, sizes=(1, 2, 3), given_
     # Nothing of the calls is left, and the next group is a call of its own.
     assert asyncio.all_tasks() == {asyncio.current_task()}
     await rewarder.score([rollouts("x")])
-    assert process.asked.pop() == [1]
-    return process.asked, [len(a[0]) if isinstance(a, list) else type(a) for a in answers]
+    first, *asked, last = process.asked
+    assert first == last == [1]
+    return asked, [len(a[0]) if isinstance(a, list) else type(a) for a in answers]
 
 
 @pytest.mark.parametrize(
     ("how", "asked"),
     [
         ({}, [[1, 2, 3]]),
-        ({"between_s": GATHER_S / 4}, [[1, 2, 3]]),
+        # The time begins with the first of them.
+        ({"between_s": 0.7 * GATHER_S}, [[1, 2], [3]]),
         ({"between_s": 2 * GATHER_S}, [[1], [2], [3]]),
-        # With async functions.
-        ({"gather_s": 0.0, "between_s": GATHER_S / 4}, [[1], [2], [3]]),
+        ({"takes_s": 2 * QUICK_S}, [[1], [2], [3]]),
         ({"sizes": (MAX_GATHERED - 1, 1, 2)}, [[MAX_GATHERED - 1, 1], [2]]),
     ],
 )
-def test_groups_that_are_ready_within_moments_are_one_call(how, asked):
+def test_groups_that_are_scored_quickly_share_calls(how, asked):
     calls, scores = run_in_virtual_time(asked_for(**how))[0]
     assert calls == asked
     assert scores == list(chain.from_iterable(asked))
@@ -172,8 +177,8 @@ def test_groups_that_are_ready_within_moments_are_one_call(how, asked):
 def test_caller_that_gives_up_leaves_the_others_their_scores():
     gone = asyncio.CancelledError
     calls, scores = run_in_virtual_time(asked_for(given_up=[1]))[0]
-    assert (calls, scores) == ([[1, 2, 3]], [1, gone, 3])
-    # Without any caller nothing is sent.
+    # Of a caller that is gone nothing is scored.
+    assert (calls, scores) == ([[1, 0, 3]], [1, gone, 3])
     assert run_in_virtual_time(asked_for(given_up=[0, 1, 2]))[0] == ([], [gone] * 3)
 
 

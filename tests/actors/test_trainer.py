@@ -180,7 +180,7 @@ def test_gradients_follow_the_load_and_steps_of_the_optimizer_do_not(monkeypatch
     try:
         assert asyncio.run(call()) == list(methods.values())
         # Those of the first call; the others take other times for a token.
-        assert trainer._threads._stretch_amount == 12
+        assert trainer._threads._window.amount == 12
     finally:
         assert trainer._thread.stop(timeout_s=10.0)
         use_threads(before)

@@ -14,9 +14,8 @@ from rl.utils.load import Clocks, ComputeThreads, ThreadChoice, Window
 def window_of(*, cores, waiting, amount=0.0):
     """Return a window of a second."""
     running = int(cores * 1e9)
-    return Window(
-        worked_s=1.0, running=running, waiting=int(running * waiting / (1 - waiting)), amount=amount
-    )
+    waiting_ns = int(running * waiting / (1 - waiting))
+    return Window(worked_s=1.0, running=running, waiting=waiting_ns, amount=amount, amount_s=1.0)
 
 
 CALM = window_of(cores=1.9, waiting=0.02)
@@ -97,8 +96,8 @@ class Machine:
     def read(self):
         return Clocks(running=int(self.now_s * 1e9), waiting=int(self.waited_s * 1e9))
 
-    def compute(self, threads, seconds=load.WINDOW_S):
-        with threads.work():
+    def compute(self, threads, seconds=load.WINDOW_S, amount=0.0):
+        with threads.work(amount):
             self.now_s += seconds
             self.waited_s += self.wait_share * seconds
             return torch.get_num_threads()
@@ -163,6 +162,21 @@ def test_many_short_steps_make_a_window(monkeypatch):
     threads = ComputeThreads(2, is_safe=lambda: True, read_clocks=machine.read)
     counts = [machine.compute(threads, seconds=0.004) for _ in range(400)]
     assert counts.index(1) * 0.004 == pytest.approx(2 * load.WINDOW_S, abs=2 * load.STRETCH_S)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_amount_is_compared_by_the_time_of_its_own_work(monkeypatch):
+    windows = []
+    monkeypatch.setattr(ThreadChoice, "end_window", lambda _, window: windows.append(window))
+    machine = Machine(monkeypatch)
+    threads = ComputeThreads(2, is_safe=lambda: True, read_clocks=machine.read)
+    for _ in range(3):
+        machine.compute(threads, seconds=0.2)
+        machine.compute(threads, seconds=0.2, amount=100)
+        with pytest.raises(ZeroDivisionError), threads.work(1e6):
+            1 / 0  # noqa: B018
+    assert len(windows) == 2
+    assert [w.amount / w.amount_s for w in windows] == pytest.approx([500, 500])
 
 
 CLOCKS = """
