@@ -98,7 +98,8 @@ def test_number_of_threads_that_changes_between_steps_changes_no_bit(generate, m
         use_threads(count)
 
     # Each step ends a window, in which threads have always waited too long.
-    for name, value in {"WINDOW_S": 0.0, "MOST_WAITING": -1.0, "LONGEST_PAUSE": 0}.items():
+    always = {"STRETCH_S": 0.0, "WINDOW_S": 1e-9, "MOST_WAITING": -1.0, "LONGEST_PAUSE": 0}
+    for name, value in always.items():
         monkeypatch.setattr(load, name, value)
     monkeypatch.setattr(load, "use_threads", use_and_note)
     after = generate(PROMPTS)
