@@ -22,9 +22,10 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.cluster.clients import Router, TrainerClient, make_router, open_rewarder
+from actors.cluster.clients import Router, TrainerClient, make_router
 from actors.cluster.cluster import Cluster, find_network_use, start_cluster
 from actors.cluster.publisher import GeneratorPool
+from actors.cluster.rewarder import open_rewarder
 from actors.config import RunConfig
 from actors.launch.calls import ActorCallError
 from actors.launch.cleanup import guard_temporary_files

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.cluster.clients import GeneratorClient, RewardClient, TrainerClient
+from actors.cluster.clients import GeneratorClient, TrainerClient
 from actors.cluster.parity import LogprobParityError
 from actors.cluster.publisher import GeneratorPool
+from actors.cluster.rewarder import RewardClient
 from actors.cluster.shared_devices import DeviceLock
 from actors.launch.calls import ActorCallError, ActorLostError
 from rl.distributed.process_group import World

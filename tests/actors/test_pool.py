@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.cluster.clients import RewardClient, make_router
+from actors.cluster.clients import make_router
 from actors.cluster.group import ActorGroup
 from actors.cluster.parity import LogprobParityError, ParityText
 from actors.cluster.publisher import GeneratorPool
 from actors.cluster.recovery import RestartsUsedUpError, Supervisor
+from actors.cluster.rewarder import RewardClient
 from actors.config import RecoveryConfig
 from actors.launch.calls import (
     LOOK_EVERY_S,

@@ -7,8 +7,8 @@ from itertools import chain
 
 import pytest
 
-from actors.cluster.clients import GATHER_S, MAX_GATHERED, QUICK_S, RewardClient
 from actors.cluster.group import ActorGroup
+from actors.cluster.rewarder import GATHER_S, MAX_GATHERED, QUICK_S, RewardClient
 from actors.config import Timeouts
 from actors.launch.calls import ActorTimeoutError
 from actors.reward import RewardActor

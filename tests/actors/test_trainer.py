@@ -152,9 +152,13 @@ async def _call(awaitable):
     return await awaitable
 
 
-def test_gradients_follow_the_load_and_steps_of_the_optimizer_do_not(monkeypatch):
+# A rank beside others waits for them: its tokens a second are not its own.
+@pytest.mark.parametrize(("num_procs", "amount"), [(1, 12), (2, 0)])
+def test_gradients_follow_the_load_and_steps_of_the_optimizer_do_not(
+    monkeypatch, num_procs, amount
+):
     spec = replace(SPEC, batch_invariant=True)
-    config = PolicyTrainer.Config(num_threads=2)
+    config = PolicyTrainer.Config(num_threads=2, num_procs=num_procs)
     trainer = PolicyTrainer(config=config, model_spec=spec, store=WeightStore.Config().build())
     trainer._threads = trainer._make_threads(World())
     assert trainer._threads._follows
@@ -180,7 +184,7 @@ def test_gradients_follow_the_load_and_steps_of_the_optimizer_do_not(monkeypatch
     try:
         assert asyncio.run(call()) == list(methods.values())
         # Those of the first call; the others take other times for a token.
-        assert trainer._threads._window.amount == 12
+        assert trainer._threads._window.amount == amount
     finally:
         assert trainer._thread.stop(timeout_s=10.0)
         use_threads(before)

@@ -8,9 +8,10 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.cluster.clients import RewardClient, TrainerClient, make_router
+from actors.cluster.clients import TrainerClient, make_router
 from actors.cluster.publisher import GeneratorPool
 from actors.cluster.recovery import Supervisor
+from actors.cluster.rewarder import RewardClient
 from actors.config import RecoveryConfig, RunConfig
 from actors.preflight.plan import Plan
 from actors.run import Run

@@ -170,8 +170,9 @@ def test_amount_is_compared_by_the_time_of_its_own_work(monkeypatch):
     monkeypatch.setattr(ThreadChoice, "end_window", lambda _, window: windows.append(window))
     machine = Machine(monkeypatch)
     threads = ComputeThreads(2, is_safe=lambda: True, read_clocks=machine.read)
-    for _ in range(3):
-        machine.compute(threads, seconds=0.2)
+    for _ in range(4):
+        # Too short for a reading of its own.
+        machine.compute(threads, seconds=0.06)
         machine.compute(threads, seconds=0.2, amount=100)
         with pytest.raises(ZeroDivisionError), threads.work(1e6):
             1 / 0  # noqa: B018
