@@ -1,4 +1,4 @@
-"""Clients of a run's trainer and generators, which implement `rl.protocols`; the router of prompts."""
+"""Clients of a run's trainer and generators, which implement `rl.protocols`; the router."""
 
 from __future__ import annotations
 
