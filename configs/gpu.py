@@ -33,8 +33,8 @@ from rl.training.optimizer import LRSchedule, Optimizer
 class Layout:
     """A Qwen3 checkpoint and its division over GPUs."""
 
-    size: str
-    """End of the checkpoint's name, such as 0.6B."""
+    size: str | None
+    """End of the checkpoint's name, such as 0.6B; None: another model, which the caller names."""
     num_gpus: int = 1
     gpu_gb: int = 80
     """Memory of each GPU."""
@@ -103,11 +103,13 @@ def config(
     """Return the config of a task on a layout; `max_model_len` and `max_tokens` limit samples and
     replies.
     """
-    size = layout.size
+    size, model = layout.size, None
+    if size is not None:
+        model = model_spec("qwen3_moe" if "-A" in size else "qwen3", size)
     config = Controller.Config(
         description=f"Qwen3-{size} on {name}, {'LoRA, ' if layout.lora else ''}{layout.gpus}",
-        model=model_spec("qwen3_moe" if "-A" in size else "qwen3", size),
-        hf_assets_path=f"Qwen/Qwen3-{size}",
+        model=model,
+        hf_assets_path=None if size is None else f"Qwen/Qwen3-{size}",
         task=task,
         launch=LaunchConfig(share_gpus=layout.shares),
         trainer=_build_trainer(layout),

@@ -247,6 +247,21 @@ class Rollout:
             object.__setattr__(self, "turns", tuple(self.turns))
 
     @property
+    def question(self) -> str:
+        """The problem's question."""
+        return self.prompt.problem.question
+
+    @property
+    def answer(self) -> str:
+        """The problem's reference answer."""
+        return self.prompt.problem.answer
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """The problem's further data, such as the columns of a file."""
+        return self.prompt.problem.info
+
+    @property
     def completion(self) -> Completion:
         """The last turn's completion."""
         return self.turns[-1].completion

@@ -175,10 +175,11 @@ class Guard:
         env = dict(os.environ)
         env.pop(RUN_VARIABLE, None)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "actors.launch.cleanup", name, RUN],
+            [sys.executable, "-P", "-m", "actors.launch.cleanup", name, RUN],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env=env | {"PYTHONPATH": import_path()},
+            # Relay's packages first: the current folder may have some of these names.
+            env=env | {"PYTHONPATH": f"{TREE}{os.pathsep}{import_path()}"},
             start_new_session=True,  # Ctrl-C is for the controller.
         )
         assert self._process.stdin is not None

@@ -26,10 +26,13 @@ from rl.training.checkpoints.config import LoadSource
 from rl.training.checkpoints.tensors import PROBLEMS, is_excluded
 from rl.types import Completion, Message, Problem, Prompt, Rollout, Score, Turn
 from rl.utils.errors import RunError
+from rl.utils.printing import truncate
 from rl.utils.threads import run_now
 
 logger = logging.getLogger(__name__)
 
+MAX_SHOWN_CHARS = 200
+"""Longest excerpt of an example in an error."""
 NUM_PROBED_PROBLEMS = 64
 """Training problems whose prompts are rendered before the start; the others when their turn comes.
 """
@@ -246,13 +249,24 @@ def _check_rubric(
         raise ValueError(f"the task's rubric cannot be used: {error}") from error
 
     # A judge may not be up yet, and an example that broke off may be worse than any rollout.
-    for score in chain.from_iterable(scores):
-        if score.failure is None:
+    for group, scores_of_group in zip(groups, scores, strict=True):
+        failure = scores_of_group[0].failure
+        if failure is None:
             continue
         if is_complete and not rubric.has_async_functions and not loop.max_failed_rewards:
-            raise ValueError(f"the task's rubric fails: {score.failure}")
-        logger.warning("the task's rubric fails when it is tried: %s", score.failure)
+            raise ValueError(f"the task's rubric fails: {failure}; {_describe_example(group[0])}")
+        logger.warning("the task's rubric fails when it is tried: %s", failure)
         return
+
+
+def _describe_example(rollout: Rollout) -> str:
+    """Return what a reward function was tried on."""
+    problem = rollout.prompt.problem
+    parts = {"question": problem.question, "answer": problem.answer, "reply": rollout.text}
+    shown = ", ".join(
+        f"{name} {truncate(text, most=MAX_SHOWN_CHARS)!r}" for name, text in parts.items()
+    )
+    return f"it was tried on problem {problem.id!r}: {shown}"
 
 
 async def _score_groups(

@@ -17,51 +17,41 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
 import re
 import sys
-import textwrap
 import typing
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import tyro
 
-from rl.config.json import LOCATION, encode, read_json
+from rl.config.common_options import find_path
+from rl.config.help import SOURCE_OPTIONS, print_help
+from rl.config.json import LOCATION, read_json
 from rl.config.known_names import find
 from rl.config.registry import (
     ExplainableComponent,
     ExplanationForm,
     RootComponent,
     RunRequest,
+    find_function,
     resolve,
 )
 from rl.config.tree import ConfigEntry, ConfigError, describe_type, list_children, rebuild, walk
 from rl.utils.caches import ensure_private_caches
 from rl.utils.errors import RunError
 from rl.utils.namespaces import enter_user_namespace
-from rl.utils.printing import print_error, print_text
+from rl.utils.printing import print_error
 from rl.utils.processes import disable_collections
 from rl.utils.proxies import allow_loopback
 
-SOURCE_OPTIONS = {
-    "module": "Registry module: a name in `configs/` or an importable dotted module.",
-    "config": "Function of that module that returns the config.",
-    "from_json": "Start from a run's config.json instead of --module and --config, under a new "
-    "name and without its permission to overwrite. Runs code: imports the module that the file "
-    "names.",
-    "resume": "Continue the run of this folder with its config.json; options change fields of it. "
-    "Runs code: imports the module that the file names.",
-    "explain": (
-        "Show as text or json what the run would be, and which options are refused; start nothing."
-    ),
-}
+HELP = ("help", "help_all")
 USES_NETWORK = re.compile(r"launch\.(isolate_network [Ff]alse|hosts (slurm|kubernetes))")
 """Options with which the actors get no network namespace (`actors.launch.isolation`)."""
-WIDTH = 110
-"""Columns of `--help`."""
 _ABSENT = "a registry function can turn it on"
 
 
@@ -81,45 +71,54 @@ def main(
         early: a block around all that follows, for what may start before the config is known.
     """
     argv = sys.argv[1:] if argv is None else argv
+    prepare_process(network=USES_NETWORK.search(" ".join(argv).replace("=", " ")) is not None)
+    with nullcontext() if early is None else early(argv):
+        # The config's module imports everything that the run needs: many objects, no garbage.
+        with disable_collections():
+            request = parse_cli(
+                argv,
+                default_module=default_module,
+                default_config=default_config,
+                prog=prog,
+            )
+        status, message = run_request(request)
+    if message:
+        print_error(message)
+    return status
+
+
+def prepare_process(*, network: bool) -> None:
+    """Prepare this process for a run, before it has a second thread.
+
+    Args:
+        network: True if the actors use the machine's network instead of one of their own.
+    """
     # The order counts. A namespace shows root's folders as nobody's, so that caches come before; a
     # process with threads, which the config's module may start, cannot enter it.
     allow_loopback()
     ensure_private_caches()
-    if not USES_NETWORK.search(" ".join(argv).replace("=", " ")):
+    if not network:
         enter_user_namespace()
-    with nullcontext() if early is None else early(argv):
-        return _run(argv, default_module=default_module, default_config=default_config, prog=prog)
 
 
-def _run(argv: Sequence[str], *, default_module: str, default_config: str, prog: str) -> int:
-    # The config's module imports everything that the run needs: many objects, none of them garbage.
-    with disable_collections():
-        request = parse_cli(
-            argv,
-            default_module=default_module,
-            default_config=default_config,
-            prog=prog,
-        )
-
+def run_request(request: RunRequest) -> tuple[int, str]:
+    """Run the root component of a request, and return the exit status and what to say of it."""
     try:
         # The root of a training run is `actors.controller.Controller`. It is not made by
         # `config.build`, which would judge the config again: nothing has touched the config since.
         root: type[RootComponent] = request.config.owner
         if request.explain is None:
             root(config=request.config, request=request).run()
-            return 0
+            return 0, ""
         if not issubclass(root, ExplainableComponent):
             raise ValueError(f"--explain: {request.origin} is not a training run")
-        return root(config=request.config, request=request).explain(request.explain)
+        return root(config=request.config, request=request).explain(request.explain), ""
     except ValueError as error:
-        print_error(f"error: {error}")
-        return 2
+        return 2, f"error: {error}"
     except RunError as error:
-        print_error(f"error: the run stopped: {error}")
-        return 1
+        return 1, f"error: the run stopped: {error}"
     except KeyboardInterrupt:
-        print_error("stopped by Ctrl-C")
-        return 130
+        return 130, "stopped by Ctrl-C"
 
 
 def parse_cli(
@@ -137,7 +136,7 @@ def parse_cli(
             `--help`.
     """
     try:
-        options, wants_help = _split(argv)
+        options, shows_help = _split(argv)
         request, changes = _find_request(
             options, default_module=default_module, default_config=default_config
         )
@@ -147,14 +146,14 @@ def parse_cli(
     except ConfigError as error:
         print_error(f"error: {error}")
         raise SystemExit(2) from None
-    if wants_help:
-        _print_help(request, prog=prog)
+    if shows_help is not None:
+        print_help(request, prog=prog, with_all=shows_help == "help_all")
     return request
 
 
-def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], bool]:
-    """Return the values by option name (with underscores), of which the last wins, and True for
-    --help.
+def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], str | None]:
+    """Return the values by option name (with underscores), of which the last wins, and `help` or
+    `help_all` if either was given.
     """
     options: dict[str, list[str]] = {}
     values: list[str] | None = None
@@ -169,7 +168,10 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], bool]:
             raise ConfigError(f"{token!r} belongs to no option; options are written --name value")
         else:
             values.append(token)
-    return options, options.pop("help", None) is not None
+    shows_help = next((name for name in reversed(HELP) if name in options), None)
+    for name in HELP:
+        options.pop(name, None)
+    return options, shows_help
 
 
 def _find_request(
@@ -200,12 +202,13 @@ def _find_request(
                 changes[f.name] = f.default
     else:
         # An empty name finds nothing, so the error lists what the module has.
-        request = resolve(
-            given.get("module", default_module), given.get("config", default_config or "")
-        )
+        module = given.get("module", default_module)
+        function = given.get("config", default_config or "")
+        arguments = _take_arguments(find_function(module, function), options)
+        request = resolve(module, function, arguments=arguments)
 
     # Such a field could never be set: the option is taken before the config is known.
-    clash = _name_fields(request.config) & {*SOURCE_OPTIONS, "help"}
+    clash = _name_fields(request.config) & {*SOURCE_OPTIONS, *HELP}
     if clash:
         raise TypeError(
             f"{type(request.config).__qualname__} has fields named like options: {sorted(clash)}"
@@ -226,6 +229,25 @@ def _take_source_options(options: dict[str, list[str]]) -> dict[str, str]:
             raise ConfigError(f"--{name} takes one value, not {values!r}")
         given[name] = values[0]
     return given
+
+
+def _take_arguments(
+    function: Callable[..., Any], options: dict[str, list[str]]
+) -> dict[str, Any]:
+    """Remove the options that are arguments of a registry function, and return their values."""
+    arguments: dict[str, Any] = {}
+    hints = typing.get_type_hints(function)
+    for name in inspect.signature(function).parameters:
+        if name not in options:
+            continue
+        if hints.get(name) == tuple[str, ...]:
+            arguments[name] = tuple(options.pop(name))
+        elif hints.get(name) in (str, str | None):
+            values = options.pop(name)
+            if len(values) != 1:
+                raise ConfigError(f"--{name} takes one value, not {values!r}")
+            arguments[name] = values[0]
+    return arguments
 
 
 def _name_fields(config: Any) -> set[str]:
@@ -251,6 +273,23 @@ def _resume(folder: Path, options: Container[str]) -> tuple[RunRequest, dict[str
     return dataclasses.replace(request, resumes=path), location
 
 
+def set_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a config with values by option: a dotted path or a short name.
+
+    Raises:
+        ConfigError: an option is unknown, with the nearest valid ones, or a value does not fit.
+    """
+    entries = {entry.path: entry for entry in walk(config)}
+    changes: dict[str, Any] = {}
+    for option, value in values.items():
+        path = find_path(option, entries)
+        if path not in entries:
+            raise _describe_unknown(option, entries)
+        # Lists come from JSON and notebooks; a config holds tuples.
+        changes[path] = tuple(value) if isinstance(value, list) else value
+    return rebuild(config, changes)
+
+
 def _read_changes(config: Any, options: Mapping[str, list[str]]) -> dict[str, Any]:
     """Return the new values by path; raise a ConfigError with the errors of all options."""
     entries = {entry.path: entry for entry in walk(config)}
@@ -258,10 +297,13 @@ def _read_changes(config: Any, options: Mapping[str, list[str]]) -> dict[str, An
     # All errors at once, so that a command with three mistakes is not run three times.
     errors: list[str] = []
     for option, values in options.items():
+        path = find_path(option, entries)
         try:
-            if option not in entries:
+            if path not in entries:
                 raise _describe_unknown(option, entries)
-            changes[option] = _convert_value(entries[option], values)
+            if path != option and path in options:
+                raise ConfigError(f"--{option} is short for --{path}: give one of them")
+            changes[path] = _convert_value(entries[path], values)
         except ConfigError as error:
             errors.append(str(error))
     # Which of the two is meant cannot be known, and their order does not count.
@@ -343,35 +385,3 @@ def _describe_component(entry: ConfigEntry) -> ConfigError:
     fields = ", ".join(f"--{child.path}" for child in children)
     off = f"; --{entry.path} None turns it off" if entry.optional else ""
     return ConfigError(f"--{entry.path}: has fields of its own: {fields}{off}")
-
-
-def _print_help(request: RunRequest, *, prog: str | None) -> NoReturn:
-    """Print all options and exit."""
-    try:
-        print_text("\n".join(_describe_options(request, prog=prog)))
-    except ValueError as error:
-        print_error(f"error: {error}")
-        raise SystemExit(2) from None
-    raise SystemExit(0)
-
-
-def _describe_options(request: RunRequest, *, prog: str | None) -> Iterator[str]:
-    yield (
-        f"usage: {prog} [--option value ...]\n\n{request.origin}: "
-        f"{type(request.config).__qualname__}. Defaults are those of this config; choose another "
-        "with --module and --config.\n"
-    )
-    for name, text in SOURCE_OPTIONS.items():
-        yield from _describe_option(name, "str", text)
-    for entry in walk(request.config):
-        if entry.kind == "leaf":
-            default = f"{entry.doc} (default: {encode(entry.value)!r})".strip()
-            yield from _describe_option(entry.path, describe_type(entry.annotation), default)
-        elif entry.kind in ("node", "absent") and entry.optional:
-            state = "None in this config" if entry.value is None else "None turns it off"
-            yield from _describe_option(entry.path, "None", f"{entry.doc} ({state})".strip())
-
-
-def _describe_option(path: str, values: str, text: str) -> Iterator[str]:
-    yield f"--{path} {values}"
-    yield textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    ")

@@ -1,4 +1,5 @@
-"""Registry modules: plain functions without arguments that return a complete config.
+"""Registry modules: plain functions that return a complete config and can be called without
+arguments.
 
 A registry module is a module of the package `configs` (`sum_digits`), or any importable dotted
 module. A variant is a function that calls another one and edits the config that it returns.
@@ -10,7 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from rl.config.configurable import Configurable
 from rl.config.tree import ConfigError
+from rl.utils.user_code import TREE, describe_user_error, is_own_module
 
 PACKAGE = "configs"
 ExplanationForm = Literal["text", "json"]
@@ -71,15 +73,16 @@ class ExplainableComponent(RootComponent, Protocol):
         """Print the run of the config and what is refused; return the exit status."""
 
 
-def resolve(module: str, function: str) -> RunRequest:
-    """Call a registry function and return its config; raises ConfigError, which lists the valid
-    names.
+def resolve(
+    module: str, function: str, *, arguments: Mapping[str, Any] | None = None
+) -> RunRequest:
+    """Call a registry function and return its config.
+
+    Raises:
+        ConfigError: there is no such module or function, with the valid names, or it raises an
+            error, with the lines of the user's code.
     """
-    functions = list_registry_functions(load_module(module))
-    if function not in functions:
-        names = ", ".join(functions) or "none"
-        raise ConfigError(f"--config {function}: not a config of {module}; there are: {names}")
-    config = functions[function]()
+    config = _call(find_function(module, function), module, function, arguments or {})
     if not isinstance(config, Configurable.Config):
         raise ConfigError(
             f"--config {function}: {module}.{function}() returned a {type(config).__qualname__}, "
@@ -88,19 +91,72 @@ def resolve(module: str, function: str) -> RunRequest:
     return RunRequest(module=module, function=function, config=config, defaults=config)
 
 
+def find_function(module: str, function: str) -> Callable[..., Any]:
+    """Return a registry function; raises ConfigError, which lists the valid names."""
+    functions = list_registry_functions(load_module(module))
+    if function not in functions:
+        names = ", ".join(functions) or "none"
+        raise ConfigError(f"--config {function}: not a config of {module}; there are: {names}")
+    return functions[function]
+
+
+def _call(
+    make: Callable[..., Any], module: str, function: str, arguments: Mapping[str, Any]
+) -> Any:
+    try:
+        return make(**arguments)
+    except ConfigError:
+        raise
+    except Exception as error:
+        # Of relay's own configs the message says all; of a user's the lines count too.
+        if isinstance(error, ValueError) and is_own_module(make.__module__):
+            raise ConfigError(str(error)) from error
+        raise ConfigError(
+            f"--config {function}: {module}.{function}() raised {describe_user_error(error)}"
+        ) from error
+
+
 def load_module(name: str) -> ModuleType:
-    """Return the module `name` of `configs`, or else the importable module of that dotted name."""
+    """Return the module `name` of `configs`, or else the importable module of that dotted name.
+
+    Raises:
+        ConfigError: there is no such module, there are two, or it raises an error when it is
+            imported.
+    """
     # A path such as ../x is no module; import_module would fail for it with an error of its own.
-    if all(map(str.isidentifier, name.split("."))):
+    if all(map(str.isidentifier, name.split("."))) and not name.endswith(".py"):
+        _refuse_two_files(name)
         # First here: an installed package of the same name must not take the place of a config.
         for candidate in (f"{PACKAGE}.{name}", name):
             try:
                 return importlib.import_module(candidate)
             except ModuleNotFoundError as error:
-                # The error of a module that exists but imports a missing one is raised unchanged.
+                # The error of a module that exists but imports a missing one is another.
                 if error.name is None or not f"{candidate}.".startswith(f"{error.name}."):
-                    raise
-    raise ConfigError(f"--module {name}: no such module; in {PACKAGE} are: {_name_modules()}")
+                    raise ConfigError(
+                        f"--module {name}: {describe_user_error(error)}"
+                    ) from error
+            except Exception as error:  # whatever a module raises when it is imported
+                raise ConfigError(f"--module {name}: {describe_user_error(error)}") from error
+    hint = f"; in {PACKAGE} are: {_name_modules()}"
+    if name.endswith(".py"):
+        hint = f": write the module's name, {Path(name).stem}, in the folder of the file"
+    elif Path(f"{name}.py").is_file():
+        hint = f": the name of {name}.py must be that of a Python module, without - or spaces"
+    raise ConfigError(f"--module {name}: no such module{hint}")
+
+
+def _refuse_two_files(name: str) -> None:
+    """Raise ConfigError if a file of the user has the name of one of relay's config modules."""
+    ours = TREE / PACKAGE / f"{name}.py"
+    theirs = [Path(f"{name}.py"), Path(name, "__init__.py")]
+    file = next((path for path in theirs if path.is_file()), None)
+    if file is None or not ours.is_file() or file.resolve() == ours.resolve():
+        return
+    raise ConfigError(
+        f"--module {name} could be {file} or relay's own {ours}: write {PACKAGE}.{name} for "
+        "relay's, or rename yours"
+    )
 
 
 def _name_modules() -> str:

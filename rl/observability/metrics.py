@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, SupportsFloat, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from rl.types import LoopPosition
 from rl.utils.errors import raise_unwritten, warn_unwritten
 from rl.utils.files import AppendFile, get_previous_file, read_json_lines, replace_file
 from rl.utils.threads import WRITE_S, run_in_thread
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MetricT = TypeVar("MetricT", bound="Metric")
 
@@ -386,11 +389,17 @@ def _is_kept(line: bytes, position: LoopPosition) -> bool:
 
 def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
     """Draw reward and correctness over steps; a full disk is a warning."""
+    figure = make_learning_curve(read_metrics(metrics_path))
+    with warn_unwritten(png_path), replace_file(png_path) as file:
+        figure.savefig(file, format="png")
+
+
+def make_learning_curve(records: Sequence[Mapping[str, float]]) -> Figure:
+    """Return the figure of reward and correctness over steps."""
     # pyplot would share its global state with a notebook.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    records = read_metrics(metrics_path)
     figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -415,8 +424,7 @@ def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
     axes.grid(True, color="#e6e8ec", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="best", frameon=False, fontsize=9)
-    with warn_unwritten(png_path), replace_file(png_path) as file:
-        figure.savefig(file, format="png")
+    return figure
 
 
 def _select_points(

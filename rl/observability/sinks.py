@@ -43,9 +43,9 @@ from rl.observability.metrics import Record, read_metrics, reduce_record
 from rl.observability.run_folder import LOGS, METRICS, TENSORBOARD
 from rl.observability.spans import span
 from rl.utils.errors import StopRequestedError, warn_unwritten
+from rl.utils.extras import describe_install
 from rl.utils.threads import WorkerThread, run_in_thread
 
-INSTALL = "python tools/setup_env.py sinks, or pip install 'relay-rl[sinks]'"
 RUN_ID = "sinks/run_id"
 """File in a run's logs with the id under which W&B and trackio know the run."""
 MAX_QUEUED = 1000
@@ -92,7 +92,7 @@ def check_installed(config: SinksConfig) -> None:
         if package is None or package.origin is None:
             raise ValueError(
                 f"sinks.{name}.enable=True: the package {name} is not installed. Install the extra "
-                f"`sinks` ({INSTALL}), or set it to False"
+                f"`sinks` ({describe_install('sinks')}), or set it to False"
             )
 
 

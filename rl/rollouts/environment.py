@@ -55,6 +55,8 @@ class SingleTurn:
     problem: Problem
     system: str = ""
     """System message before the question; empty: none."""
+    messages: tuple[Message, ...] = ()
+    """Conversation to answer, instead of the problem's question alone; empty: none."""
 
     @property
     def runs_inline(self) -> bool:
@@ -72,10 +74,10 @@ class SingleTurn:
         return cls(problem=problem)
 
     def opening(self) -> Sequence[Message]:
-        question = Message(role="user", content=self.problem.question)
-        return (
-            (Message(role="system", content=self.system), question) if self.system else (question,)
-        )
+        messages = self.messages or (Message(role="user", content=self.problem.question),)
+        if not self.system:
+            return messages
+        return (Message(role="system", content=self.system), *messages)
 
     async def step(self, reply: Reply) -> Observation:
         return NOTHING

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import re
+import typing
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
 from rl.tasks.rows import WrittenNumber, to_plain
+from rl.types import Message, Role
 from rl.utils.printing import truncate
 
 MAX_SHOWN_CHARS = 200
@@ -30,6 +33,47 @@ def to_text(value: Any, column: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"column {column!r} is {_show(value)}, not text")
     return str(value)
+
+
+def to_messages(value: Sequence[Any], column: str) -> tuple[Message, ...]:
+    """Return the messages of a question, of which the last one is to be answered."""
+    roles = typing.get_args(Role)
+    messages = []
+    for message in value:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise ValueError(
+                f"column {column!r} is {_show(value)}, not text or a list of messages with role "
+                "and content"
+            )
+        if message["role"] not in roles:
+            raise ValueError(
+                f"column {column!r} has a message with role {_show(message['role'])}: must be one "
+                f"of {', '.join(roles)}"
+            )
+        messages.append(Message(role=message["role"], content=_to_content(message, column)))
+    if not messages or messages[-1].role not in ("user", "tool"):
+        last = f"ends with a message of the {messages[-1].role}" if messages else "has no messages"
+        raise ValueError(
+            f"column {column!r} {last}: a question must end with the user's message, which the "
+            "model answers"
+        )
+    return tuple(messages)
+
+
+def _to_content(message: Mapping[str, Any], column: str) -> str:
+    """Return the text of a message, whose content may be a list of parts."""
+    content = message["content"]
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = []
+    for part in parts:
+        # Parquet files have every kind of part's fields, empty ones too.
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            what = f"a part of type {kind!r}" if kind else _show(part)
+            raise ValueError(f"column {column!r} has a message with {what}: must be text")
+        texts.append(str(text))
+    return "".join(texts)
 
 
 def to_system(value: Any, column: str) -> str:

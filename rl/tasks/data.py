@@ -1,7 +1,7 @@
-"""Rows of local files: reading, splits by content, the order of training problems, and pass rates.
+"""Rows of files: reading, splits by content, the order of training problems, and pass rates.
 
 Files are mapped into memory as Arrow tables, so a file may be larger than memory and any row can be
-read directly. Nothing is downloaded: a missing path is an error.
+read directly. Only what is named as a dataset of the hub is downloaded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -24,9 +25,12 @@ from rl.config.tree import check_bounds
 from rl.tasks.rows import WrittenRows, read_filled_lines, read_written_rows
 from rl.types import Problem
 from rl.utils.errors import list_causes
+from rl.utils.extras import describe_install
 from rl.utils.files import replace_file
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+HUB = "hub:"
+"""Begin of the name of a dataset on the Hugging Face hub."""
 
 
 # Optional packages
@@ -44,8 +48,8 @@ def import_for_tasks(module: str, *, needed_by: str) -> ModuleType:
         if (error.name or "").partition(".")[0] != package:
             raise  # a dependency of the package is missing
         raise ValueError(
-            f"{needed_by} needs the package {package!r}, which is not installed: python3 "
-            "tools/setup_env.py tasks"
+            f"{needed_by} needs the package {package!r}, which is not installed: "
+            f"{describe_install('tasks')}"
         ) from error
 
 
@@ -114,9 +118,11 @@ class TypedRows:
 def read_rows(
     path: str, *, columns: Mapping[str, str], cache_folder: str | None = None
 ) -> TypedRows | WrittenRows:
-    """Read a file, or a folder of `Dataset.save_to_disk`.
+    """Read a file, a folder of `Dataset.save_to_disk`, or a dataset of the Hugging Face hub.
 
     Args:
+        path: a local path, or `hub:owner/name:split` (`hub:owner/name:subset:split`), which is
+            downloaded into the cache of `datasets`.
         columns: the needed columns, by the setting that names each.
         cache_folder: where Arrow copies of files are kept; None: the default of `datasets`.
 
@@ -124,36 +130,7 @@ def read_rows(
         ValueError: the file is missing, unreadable or empty, or a column is missing (lists the
             present ones).
     """
-    datasets = import_for_tasks("datasets", needed_by=f"reading {path}")
-    local = Path(path).expanduser()
-    if not local.exists():
-        raise ValueError(f"{path!r} is not a local file or folder: nothing is downloaded")
-    if not (local.is_file() or local.is_dir()):
-        raise ValueError(f"{path!r} is neither a file nor a folder")
-    if local.is_file() and local.suffix not in SUFFIXES:
-        raise ValueError(
-            f"{path} ends in {local.suffix!r}, which is not one of {', '.join(SUFFIXES)}"
-        )
-
-    # Parquet and Arrow say the type of each column; JSON and CSV are read as they are written.
-    is_typed = local.is_dir() or local.suffix == ".parquet"
-    try:
-        if is_typed:
-            table = _load_table(local, datasets, cache_folder=cache_folder)
-        else:
-            folder = Path(cache_folder or datasets.config.HF_DATASETS_CACHE).expanduser()
-            written = read_written_rows(
-                local, columns=list(dict.fromkeys(columns.values())), folder=folder
-            )
-    except Exception as error:  # each format's reader has errors of its own
-        raise ValueError(f"{path} cannot be read: {_find_innermost(error)}") from error
-    if is_typed and isinstance(table, Mapping):
-        names = ", ".join(str(local / name) for name in table)
-        # A choice of relay's own could train on the split that is meant for evaluation.
-        raise ValueError(f"{path} holds several splits: name one of {names}")
-    rows = TypedRows(table) if is_typed else written
-    if not len(rows):
-        raise ValueError(f"{path} has no rows")
+    rows = _open_rows(path, needed=tuple(columns.values()), cache_folder=cache_folder)
     present = rows.list_columns(columns.values())
     for setting, column in columns.items():
         if column not in present:
@@ -161,20 +138,90 @@ def read_rows(
             raise ValueError(
                 f"{path} has no column {column!r} ({setting}); its columns are {names}"
             )
-    if not is_typed:
-        return written
+    if isinstance(rows, WrittenRows):
+        return rows
     # Without the other columns, which may be large, such as images.
-    return TypedRows(table.select_columns(sorted(set(columns.values()))))
+    return TypedRows(rows.table.select_columns(sorted(set(columns.values()))))
+
+
+def read_columns(path: str) -> list[str]:
+    """Return the columns of a file's first row; raises as `read_rows`."""
+    return _open_rows(path, needed=(), cache_folder=None).list_columns()
+
+
+def _open_rows(
+    path: str, *, needed: Sequence[str], cache_folder: str | None
+) -> TypedRows | WrittenRows:
+    """Return the rows of a file with all of its columns."""
+    datasets = import_for_tasks("datasets", needed_by=f"reading {path}")
+    is_on_hub = path.startswith(HUB)
+    local = Path(path).expanduser()
+    if not is_on_hub:
+        _check_local(path, local)
+
+    # Parquet and Arrow say the type of each column; JSON and CSV are read as they are written.
+    is_typed = is_on_hub or local.is_dir() or local.suffix == ".parquet"
+    try:
+        if is_on_hub:
+            table = _load_from_hub(path, datasets, cache_folder=cache_folder)
+        elif is_typed:
+            table = _load_table(local, datasets, cache_folder=cache_folder)
+        else:
+            folder = Path(cache_folder or datasets.config.HF_DATASETS_CACHE).expanduser()
+            written = read_written_rows(local, columns=list(dict.fromkeys(needed)), folder=folder)
+    except Exception as error:  # each format's reader has errors of its own
+        raise ValueError(f"{path} cannot be read: {_find_innermost(error)}") from error
+    if is_typed and isinstance(table, Mapping):
+        separator = ":" if is_on_hub else "/"
+        names = ", ".join(f"{path}{separator}{name}" for name in table)
+        # A choice of relay's own could train on the split that is meant for evaluation.
+        raise ValueError(f"{path} holds several splits: name one of {names}")
+    rows = TypedRows(table) if is_typed else written
+    if not len(rows):
+        raise ValueError(f"{path} has no rows")
+    return rows
+
+
+def _check_local(path: str, local: Path) -> None:
+    if not local.exists():
+        raise ValueError(
+            f"{path!r} is not a local file or folder; a dataset of the hub is written "
+            f"{HUB}owner/name:split"
+        )
+    if not (local.is_file() or local.is_dir()):
+        raise ValueError(f"{path!r} is neither a file nor a folder")
+    if local.is_file() and local.suffix not in SUFFIXES:
+        raise ValueError(
+            f"{path} ends in {local.suffix!r}, which is not one of {', '.join(SUFFIXES)}"
+        )
+
+
+def _load_from_hub(path: str, datasets: ModuleType, *, cache_folder: str | None) -> Any:
+    """Download a dataset of the hub, or take it from the cache; all its splits if none is named."""
+    name, *parts = path.removeprefix(HUB).split(":")
+    if name.count("/") != 1 or len(parts) > 2:
+        raise ValueError(f"a dataset of the hub is written {HUB}owner/name:split")
+    subset = parts[0] if len(parts) == 2 else None
+    split = parts[-1] if parts else None
+    with _hide_progress(datasets):
+        return datasets.load_dataset(name, subset, split=split, cache_dir=cache_folder)
 
 
 def _load_table(local: Path, datasets: ModuleType, *, cache_folder: str | None) -> Any:
-    """Load a Parquet file or a saved dataset, without the progress bars of `datasets`."""
-    shows_progress = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
+    """Load a Parquet file or a saved dataset."""
+    with _hide_progress(datasets):
         if local.is_dir():
             return datasets.load_from_disk(str(local))
         return datasets.Dataset.from_parquet(str(local.resolve()), cache_dir=cache_folder)
+
+
+@contextmanager
+def _hide_progress(datasets: ModuleType) -> Iterator[None]:
+    """Turn off the progress bars of `datasets` during the block."""
+    shows_progress = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
     finally:
         if shows_progress:
             datasets.enable_progress_bars()

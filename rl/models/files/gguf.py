@@ -25,6 +25,7 @@ from rl.models.files.gguf_header import check_gguf_header
 from rl.models.files.hf import write_hf_folder
 from rl.models.files.tokenizer import write_json
 from rl.models.spec import spec_from_hf
+from rl.utils.extras import describe_install
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names in GGUF of the families that can be converted; Mistral's is "llama"."""
@@ -105,7 +106,7 @@ def _translate_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        command = ": python3 tools/setup_env.py gguf" if error.name == "gguf" else ""
+        command = f": {describe_install('gguf')}" if error.name == "gguf" else ""
         raise ValueError(
             f"{file}: to read it, install the package {error.name!r}{command}"
         ) from error

@@ -1,0 +1,211 @@
+"""Training with a user's own model, data and reward in one call."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from relay.process import run_in_process
+from relay.result import RunResult
+
+DATA = "data"
+"""Folder beside the runs that keeps rows which were given as Python objects."""
+DEFAULT_FOLDER = "outputs"
+
+Reward = Callable[..., Any] | str
+Rewards = Reward | Sequence[Reward | tuple[Reward, float]]
+
+
+def grpo(
+    *,
+    model: str | Path,
+    data: Any,
+    reward: Rewards,
+    eval_data: Any = None,
+    columns: Mapping[str, Any] | None = None,
+    lora: bool = False,
+    name: str | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> RunResult:
+    """Train a model with GRPO and return the run's results.
+
+    The run is an ordinary one of `configs.own`, in a process of its own: `run.config` shows its
+    config, `relay train --resume` continues it.
+
+    Args:
+        model: a Hugging Face folder, a GGUF file, `owner/name` on the hub, or `package:NAME`.
+        data: rows with questions and answers: a file, several files, `hub:owner/name:split`, a list
+            of dicts, a `datasets.Dataset` or a DataFrame. A question is a text or a list of
+            messages.
+        reward: what a reply earns: `f(rollout) -> float`, or TRL's `f(completions, **columns) ->
+            list of floats`, a place such as "my_reward:f", "last_number" or another place of the
+            answer in a reply; several of them, each alone or with its weight as (f, 0.5).
+        eval_data: held-out rows, as `data`; None holds out a tenth of `data`.
+        columns: names of the columns, such as {"question": "prompt"}; others are found by their
+            usual names.
+        lora: train adapters instead of all parameters.
+        name: folder of the run in `dump_folder`; None makes one of the time.
+        quiet: show nothing while the run goes on.
+        options: any option of the config: short names (steps=80, lr=1e-5, group_size=8,
+            max_tokens=128), or paths (**{"loop.eval_every": 5}).
+
+    Raises:
+        ValueError: the run cannot start; says why.
+        RunError: the run stopped.
+
+    Example:
+        >>> run = relay.grpo(model="Qwen/Qwen3-0.6B", data="qa.jsonl", reward=is_right, steps=40)
+        >>> run.metrics["reward/mean"].iloc[-1]
+    """
+    folder = Path(options.get("dump_folder", DEFAULT_FOLDER))
+    config = make_config(
+        model=str(model),
+        data=data,
+        reward=reward,
+        eval_data=eval_data,
+        columns=columns,
+        lora=lora,
+        folder=folder,
+        options=options,
+    )
+    function = "lora" if lora else "grpo"
+    config.name = name or _choose_name(folder, f"own-{function}")
+    registry = importlib.import_module("rl.config.registry")
+    request = registry.RunRequest(module="own", function=function, config=config)
+    path = folder.expanduser().absolute() / config.name
+    run_in_process(request, folder=path, quiet=quiet)
+    result = RunResult(path, config=config)
+    if not quiet:
+        result.show()
+    return result
+
+
+def make_config(
+    *,
+    model: str,
+    data: Any,
+    reward: Rewards,
+    eval_data: Any = None,
+    columns: Mapping[str, Any] | None = None,
+    lora: bool = False,
+    folder: Path = Path(DEFAULT_FOLDER),
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return the config that `grpo` runs; rows and functions that no file holds are written below
+    `folder`.
+
+    Raises:
+        ValueError: what is given does not fit; nothing was started.
+    """
+    own = importlib.import_module("configs.own")
+    cli = importlib.import_module("rl.config.cli")
+    rewards, weights = _split_rewards(reward, folder=folder)
+    files = write_data(data, folder=folder)
+    make = own.lora if lora else own.grpo
+    config = make(model, files, rewards)
+    config.task.reward_weights = weights
+    for setting, column in (columns or {}).items():
+        options = {**(options or {}), f"task.columns.{setting}": column}
+    if eval_data is not None:
+        (file,) = write_data(eval_data, folder=folder)
+        config.task.eval_files = {"eval": file}
+        config.task.held_out = 0.0
+    return cli.set_values(config, options or {})
+
+
+def _split_rewards(reward: Rewards, *, folder: Path) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """Return places and weights of the reward functions; no weights if none is given."""
+    functions = importlib.import_module("rl.rollouts.reward_functions")
+    items = list(reward) if isinstance(reward, list | tuple) else [reward]
+    places, weights = list[str](), list[float]()
+    for item in items:
+        function, weight = item if isinstance(item, tuple) else (item, 1.0)
+        if isinstance(function, str):
+            places.append(function)
+        elif callable(function):
+            places.append(functions.find_place(function, folder=folder / functions.FUNCTIONS))
+        else:
+            raise ValueError(
+                f"reward={item!r}: must be a function, the place of one such as "
+                "'my_reward:is_right', or several of them in a list"
+            )
+        weights.append(float(weight))
+    return tuple(places), tuple(weights) if any(weight != 1.0 for weight in weights) else ()
+
+
+# Data
+
+
+def write_data(data: Any, *, folder: Path) -> tuple[str, ...]:
+    """Return the files of the data, after writing what is none.
+
+    Raises:
+        ValueError: the data has another form, or a row cannot be written.
+    """
+    if isinstance(data, str | Path):
+        return (str(data),)
+    if isinstance(data, list | tuple) and data and all(isinstance(f, str | Path) for f in data):
+        return tuple(map(str, data))
+    if isinstance(data, Mapping):
+        names = ", ".join(map(str, data))
+        raise ValueError(
+            f"data is a {type(data).__name__} of {names}: give one split, or a list of rows"
+        )
+    if hasattr(data, "to_parquet"):
+        return (str(_write_table(data, folder=folder / DATA)),)
+    if not isinstance(data, Iterable):
+        raise ValueError(
+            f"data is a {type(data).__name__}: must be a file, hub:owner/name:split, a list of "
+            "dicts, a datasets.Dataset or a DataFrame"
+        )
+    return (str(_write_rows(data, folder=folder / DATA)),)
+
+
+def _write_rows(rows: Iterable[Any], *, folder: Path) -> Path:
+    """Write rows as JSON lines; the name of the file is the digest of its content."""
+    lines = []
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"data: row {number} is a {type(row).__name__}, not a dict of columns")
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"data: row {number} cannot be written: {error}") from error
+    if not lines:
+        raise ValueError("data has no rows")
+    content = "\n".join([*lines, ""]).encode()
+    path = folder.absolute() / f"{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
+    files = importlib.import_module("rl.utils.files")
+    files.make_folder(folder, as_what="the folder of the data")
+    with files.replace_file(path) as temporary:
+        temporary.write_bytes(content)
+    return path
+
+
+def _write_table(table: Any, *, folder: Path) -> Path:
+    """Write a `datasets.Dataset` or a DataFrame with its types."""
+    files = importlib.import_module("rl.utils.files")
+    files.make_folder(folder, as_what="the folder of the data")
+    temporary = folder.absolute() / "written.parquet"
+    try:
+        table.to_parquet(str(temporary))
+    except Exception as error:  # whatever the library raises of its content
+        raise ValueError(f"data cannot be written as Parquet: {error}") from error
+    digest = hashlib.sha256(temporary.read_bytes()).hexdigest()[:12]
+    return temporary.replace(folder.absolute() / f"{digest}.parquet")
+
+
+def _choose_name(folder: Path, start: str) -> str:
+    """Return a free name of the time."""
+    stamped = f"{start}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    name, numbers = stamped, count(2)
+    while (folder / name).exists():
+        name = f"{stamped}-{next(numbers)}"
+    return name

@@ -1,0 +1,24 @@
+"""Optional packages: the line that installs a group of them here."""
+
+from __future__ import annotations
+
+from rl.utils.user_code import TREE
+
+DISTRIBUTION = "relay-rl"
+
+
+def is_checkout() -> bool:
+    """Return whether relay runs from a checkout of its repository, and not from a wheel."""
+    return (TREE / "tools" / "setup_env.py").is_file()
+
+
+def describe_install(group: str) -> str:
+    """Return the command that installs an optional group of packages.
+
+    Example:
+        >>> describe_install("tasks")
+        "pip install 'relay-rl[tasks]'"
+    """
+    if is_checkout():
+        return f"python3 tools/setup_env.py {group}"
+    return f"pip install '{DISTRIBUTION}[{group}]'"

@@ -1,0 +1,57 @@
+"""relay's packages beside a user's folders of the same names.
+
+A wheel installs packages called `rl`, `actors`, `losses` and `configs`, and a user's project may
+have folders of these names. `pin_packages` imports relay's own ones before the current folder is
+searched, in every process of a run. The user's folders are then found by other programs only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from rl.utils.user_code import OWN_PACKAGES, TREE
+
+
+def pin_packages() -> None:
+    """Import relay's packages, whatever the current folder holds.
+
+    Raises:
+        ImportError: another package of one of these names is imported already.
+    """
+    sys.path.insert(0, str(TREE))
+    try:
+        for name in OWN_PACKAGES:
+            package = importlib.import_module(name)
+            paths = [Path(path).resolve() for path in package.__path__]
+            if TREE / name not in paths:
+                raise ImportError(
+                    f"a package called {name!r} is imported from {paths[0]}, which hides relay's: "
+                    "import relay first, or rename that folder"
+                )
+    finally:
+        sys.path.remove(str(TREE))
+
+
+def list_hidden_folders(folder: Path) -> list[str]:
+    """Return the folders with Python files in `folder` that relay's packages of the same name hide.
+    """
+    hidden = []
+    for name in OWN_PACKAGES:
+        path = folder / name
+        if path.resolve() != TREE / name and any(path.glob("*.py")):
+            hidden.append(name)
+    return hidden
+
+
+def describe_hidden_folders(folder: Path) -> str | None:
+    """Return a line about folders of the user that cannot be imported; None if there are none."""
+    hidden = list_hidden_folders(folder)
+    if not hidden:
+        return None
+    names = ", ".join(f"{name}/" for name in hidden)
+    return (
+        f"note: relay has packages of these names too, so Python code in {names} of this folder "
+        "cannot be imported in a run: move what a run needs into a module of another name"
+    )
