@@ -12,7 +12,7 @@ SETUP := $(PYTHON) tools/setup_env.py
 RUN_PYTHON = $(shell $(SETUP) --python)
 # What reads a run needs no GPU builds: either environment will do.
 ANY_PYTHON = $(or $(firstword $(wildcard $(RUN_PYTHON) .venv/bin/python .venv-gpu/bin/python)),$(RUN_PYTHON))
-GROUPS := test trl tasks tinker sinks smollm2
+GROUPS := test trl tasks tinker sinks smollm2 torchstore
 TEST_SETUP := RELAY_DEVICE=cpu $(SETUP)
 TEST_PYTHON := .venv/bin/python
 FAST := not medium and not slow and not browser and not rehearsal
@@ -28,13 +28,16 @@ unexport PYTHONDONTWRITEBYTECODE
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits reverse-text alphabet-sort real-model doctor report curves tinker-cookbook chaos attack mutants test test-fast test-slow test-long test-report gpu-rehearsal gpu-check lint format types check bench bench-quick golden hooks clean constraints docs size clean-venv
+.PHONY: help setup wheel sum-digits reverse-text alphabet-sort real-model doctor report curves tinker-cookbook chaos attack mutants test test-fast test-slow test-long test-report gpu-rehearsal gpu-check lint format types check bench bench-quick golden hooks clean constraints docs docs-site size clean-venv
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 setup: ## create .venv with everything that tests need
 	@$(TEST_SETUP) $(GROUPS)
+
+wheel: setup ## build dist/relay_rl-<version>-py3-none-any.whl (docs/install.md)
+	$(TEST_PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 sum-digits: ## train a tiny model to add digits, with real actors, on this machine
 	@$(SETUP)
@@ -136,6 +139,11 @@ clean: ## remove caches and build files; keep outputs/ and environments
 
 docs: setup ## generate docs/options.md and docs/known_names.md from the config classes
 	$(TEST_PYTHON) -m tools.options
+
+docs-site: ## build the site of docs/ into build/site
+	@$(TEST_SETUP) docs
+	$(TEST_PYTHON) -m mkdocs build --strict --quiet $(ARGS)
+	@echo build/site/index.html
 
 size: ## print files, lines and code lines by folder
 	@$(PYTHON) -m tools.size

@@ -8,14 +8,15 @@ docs/tasks.md describes them. To read other files: `--task.train_files my/train.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from actors.controller import Controller
 from configs import gpu, sum_digits
 from rl.tasks.dataset import Columns
 from rl.tasks.math_problems import MathProblems
 
-TINY = "examples/data/tiny_math.jsonl"
-"""File made by examples/data/make_tiny_math.py. Paths are relative to the project's folder."""
+TINY = str(Path(__file__).with_name("tiny_math.jsonl"))
+"""File made by examples/data/make_tiny_math.py."""
 GSM8K_TRAIN = "data/gsm8k/train.jsonl"
 GSM8K_TEST = "data/gsm8k/test.jsonl"
 MATH_TRAIN = "data/math/train.jsonl"

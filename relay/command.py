@@ -136,11 +136,15 @@ def train(argv: Sequence[str]) -> int:
     """Train: `rl.train`, with the user's own model, data and reward as its first config."""
     from rl.config.cli import main as train_config
 
+    if not argv:
+        print_error(f"usage: {SUBCOMMANDS['train'].usage}\n       relay train --help")
+        return 2
     names = [token.partition("=")[0] for token in argv]
-    is_own = not argv or any(name in OWN_OPTIONS for name in names)
+    is_own = any(name in OWN_OPTIONS for name in names)
     return train_config(
         argv,
-        default_module="own" if is_own and "--config" not in names else "sum_digits",
+        # With the package: the user's folder may have a module of this name.
+        default_module="configs.own" if is_own else "sum_digits",
         default_config="grpo" if is_own else "tiny",
         prog="relay train",
         early=importlib.import_module("actors.launch.early").start_early,

@@ -78,7 +78,7 @@ def grpo(
     function = "lora" if lora else "grpo"
     config.name = name or _choose_name(folder, f"own-{function}")
     registry = importlib.import_module("rl.config.registry")
-    request = registry.RunRequest(module="own", function=function, config=config)
+    request = registry.RunRequest(module="configs.own", function=function, config=config)
     path = folder.expanduser().absolute() / config.name
     run_in_process(request, folder=path, quiet=quiet)
     result = RunResult(path, config=config)

@@ -21,7 +21,7 @@ from tools.setup_env import MIN_DRIVER, has_gpu
 CORE = (
     "torch.distributed", "transformers.models.qwen3", "vllm", "monarch.actor", "rl.weights.store",
     "tyro",
-    "safetensors", "rich", "matplotlib", "jinja2", "numba", "losses.types",
+    "safetensors", "rich", "matplotlib", "jinja2", "numba", "datasets", "losses.types",
 )  # fmt: skip
 ROLES = (
     "actors.controller",
@@ -39,11 +39,12 @@ GROUPS = {
     "report": ("playwright.sync_api",),
     "smollm2": ("gguf",),
     "sinks": ("torch.utils.tensorboard", "wandb", "trackio.sqlite_storage"),
-    "tasks": ("datasets", "math_verify", "reasoning_gym", "verifiers.v1"),
+    "tasks": ("math_verify", "reasoning_gym", "verifiers.v1"),
     "test": ("pytest", "pytest_timeout", "xdist", "mypy", "ruff", "torchao.float8", "peft",
         "kubernetes", "nbclient",
              "ipykernel", "schemathesis"),
     "tinker": ("tinker", "fastapi", "uvicorn"),
+    "torchstore": ("torchstore",),
     "trl": ("trl",),
 }  # fmt: skip
 HINTS = (

