@@ -31,9 +31,9 @@ def main(folder: Path, *, parent: int, network: bool) -> int:
     from rl.config.cli import prepare_process, run_request
     from rl.utils.processes import die_with_parent
 
-    die_with_parent(parent)
     sys.path[:0] = json.loads(os.environ["RELAY_IMPORT_PATH"])
     prepare_process(network=network)
+    die_with_parent(parent)  # a new user namespace would forget it
     early = importlib.import_module("actors.launch.early")
     with early.start_early(()):
         import cloudpickle

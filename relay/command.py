@@ -162,7 +162,7 @@ def serve(argv: Sequence[str]) -> int:
     from rl.config.cli import main as serve_config
 
     return serve_config(
-        argv, default_module="tinker", default_config="tiny", prog="relay serve"
+        argv, default_module="configs.tinker", default_config="tiny", prog="relay serve"
     )
 
 

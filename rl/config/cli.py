@@ -236,10 +236,9 @@ def _take_arguments(
 ) -> dict[str, Any]:
     """Remove the options that are arguments of a registry function, and return their values."""
     arguments: dict[str, Any] = {}
-    hints = typing.get_type_hints(function)
-    for name in inspect.signature(function).parameters:
-        if name not in options:
-            continue
+    names = [name for name in inspect.signature(function).parameters if name in options]
+    hints = typing.get_type_hints(function) if names else {}
+    for name in names:
         if hints.get(name) == tuple[str, ...]:
             arguments[name] = tuple(options.pop(name))
         elif hints.get(name) in (str, str | None):

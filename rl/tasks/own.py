@@ -111,16 +111,11 @@ def _number_names(
 def find_columns(file: str) -> Columns:
     """Return the columns of a file by their usual names; all others are for reward functions.
 
-    Raises:
-        ValueError: no column has the name of a question; lists the columns.
+    A file without any of the names keeps the default, which the task then misses. Raises as
+    `read_columns`.
     """
     names = read_columns(file)
-    question = next((name for name in QUESTIONS if name in names), None)
-    if question is None:
-        raise ValueError(
-            f"{file} has no column with questions, such as {', '.join(QUESTIONS[:3])}; its columns "
-            f"are {', '.join(map(repr, names))}: name it with --task.columns.question"
-        )
+    question = next((name for name in QUESTIONS if name in names), QUESTIONS[0])
     answer = next((name for name in ANSWERS if name in names), None)
     system = "system" if "system" in names else None
     info = tuple(name for name in names if name not in (question, system))

