@@ -15,7 +15,7 @@ RUN apt-get update \
 
 COPY . /opt/relay
 RUN pip install --no-cache-dir uv \
-    && uv pip install --system --no-cache --torch-backend "$([ "$DEVICE" = gpu ] && echo cu130 || echo cpu)" \
+    && uv pip install --system --no-cache --compile-bytecode --torch-backend "$([ "$DEVICE" = gpu ] && echo cu130 || echo cpu)" \
         "/opt/relay[$DEVICE,tinker,tasks,sinks]" \
     && python -c "import vllm, actors.controller"
 

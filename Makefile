@@ -38,6 +38,7 @@ setup: ## create .venv with everything that tests need
 
 wheel: setup ## build dist/relay_rl-<version>-py3-none-any.whl (docs/install.md)
 	$(TEST_PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build/lib build/bdist.*
 
 sum-digits: ## train a tiny model to add digits, with real actors, on this machine
 	@$(SETUP)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from actors.controller import Controller
 from actors.generator import VLLMGenerator
@@ -94,7 +95,7 @@ def _count_bytes(model: str | None) -> int | None:
 def _on_cpu(task: OwnTask.Config, *, num_bytes: int | None) -> Controller.Config:
     """Return a config for the cores of this machine, which trainer and generator use in turns."""
     is_tiny = num_bytes is not None and num_bytes < TINY
-    dtype = "float32" if is_tiny else "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = "float32" if is_tiny else "bfloat16"
     num_threads = max(1, len(os.sched_getaffinity(0)))
     max_tokens = 128
     task.num_eval = 64

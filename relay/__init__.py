@@ -25,8 +25,8 @@ finally:
 pin_packages()
 
 if TYPE_CHECKING:
-    from relay.training import grpo
     from relay.result import RunResult, load
+    from relay.training import grpo
 
 __all__ = ["RunResult", "grpo", "load"]
 

@@ -3,10 +3,10 @@
 Started by its path, so that `rl` and the other packages are relay's own whatever the current folder
 holds:
 
-    python -P relay/child.py FOLDER PARENT [network]
+    python -P relay/child.py REQUEST END PARENT [network]
 
-FOLDER has `request.pickle` and gets `end.json`. The process is stopped when PARENT ends. With
-`network` the run's actors use the machine's network.
+REQUEST is a file with the pickled request, END the file for status and message. The process is
+stopped when PARENT ends. With `network` the run's actors use the machine's network.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import relay  # noqa: E402, F401  (imports relay's packages before those of the current folder)
+import relay  # noqa: F401  (imports relay's packages before those of the current folder)
 
 del sys.path[0]
 
-REQUEST, END = "request.pickle", "end.json"
 
-
-def main(folder: Path, *, parent: int, network: bool) -> int:
-    """Run the request of a folder, and return the exit status."""
+def main(request_file: Path, end_file: Path, *, parent: int, network: bool) -> int:
+    """Run a pickled request, and return the exit status."""
     from rl.config.cli import prepare_process, run_request
     from rl.utils.processes import die_with_parent
 
+    # Before anything of the user's is loaded: functions are pickled by the names of their modules.
     sys.path[:0] = json.loads(os.environ["RELAY_IMPORT_PATH"])
     prepare_process(network=network)
     die_with_parent(parent)  # a new user namespace would forget it
@@ -38,16 +37,19 @@ def main(folder: Path, *, parent: int, network: bool) -> int:
     with early.start_early(()):
         import cloudpickle
 
-        request = cloudpickle.loads((folder / REQUEST).read_bytes())
+        importlib.import_module("actors.controller")  # the class that the config builds
+        request = cloudpickle.loads(request_file.read_bytes())
         status, message = run_request(request)
     with contextlib.suppress(OSError):  # the parent has ended
-        (folder / END).write_text(json.dumps({"status": status, "message": message}))
+        end_file.write_text(json.dumps({"status": status, "message": message}))
     return status
 
 
 if __name__ == "__main__":
     from rl.utils.compat import exit_process
 
-    exit_process(
-        main(Path(sys.argv[1]), parent=int(sys.argv[2]), network="network" in sys.argv[3:])
+    _, request_name, end_name, parent_pid, *flags = sys.argv
+    status = main(
+        Path(request_name), Path(end_name), parent=int(parent_pid), network="network" in flags
     )
+    exit_process(status)

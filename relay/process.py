@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relay.child import END, REQUEST
 from relay.progress import View, make_view
 from rl.config.registry import RunRequest
 from rl.utils.errors import RunError
 
 CHILD = Path(__file__).with_name("child.py")
+REQUEST, END = "request.pickle", "end.json"
 POLL_S = 0.5
 """Time between two looks at the run."""
 STOP_S = 120.0
@@ -50,6 +50,7 @@ def run_in_process(request: RunRequest, *, folder: Path, quiet: bool) -> None:
     view = make_view(folder=folder, num_steps=request.config.loop.num_steps, quiet=quiet)
     with tempfile.TemporaryDirectory(prefix="relay-") as name:
         shared = Path(name)
+        # A file, not a pipe: the program may start itself anew for another network.
         (shared / REQUEST).write_bytes(cloudpickle.dumps(request))
         launch = request.config.launch
         network = launch.on_cluster or launch.isolate_network is False
@@ -62,7 +63,8 @@ def run_in_process(request: RunRequest, *, folder: Path, quiet: bool) -> None:
 def _start(shared: Path, *, view: View, network: bool) -> Iterator[subprocess.Popen[str]]:
     """Start the process; it has ended after the block, and its output has been shown."""
     # `-P`: the folder of the file, which is relay's own, is no place to import from.
-    command = [sys.executable, "-P", str(CHILD), str(shared), str(os.getpid())]
+    files = [str(shared / REQUEST), str(shared / END)]
+    command = [sys.executable, "-P", str(CHILD), *files, str(os.getpid())]
     process = subprocess.Popen(
         [*command, "network"] if network else command,
         stdin=subprocess.DEVNULL,

@@ -64,18 +64,15 @@ def grpo(
         >>> run = relay.grpo(model="Qwen/Qwen3-0.6B", data="qa.jsonl", reward=is_right, steps=40)
         >>> run.metrics["reward/mean"].iloc[-1]
     """
-    folder = Path(options.get("dump_folder", DEFAULT_FOLDER))
-    config = make_config(
-        model=str(model),
-        data=data,
-        reward=reward,
-        eval_data=eval_data,
-        columns=columns,
-        lora=lora,
-        folder=folder,
-        options=options,
-    )
-    function = "lora" if lora else "grpo"
+    given = {"eval_data": eval_data, "columns": columns, "lora": lora}
+    config = make_config(model=model, data=data, reward=reward, **given, options=options)
+    return _run(config, function="lora" if lora else "grpo", name=name, quiet=quiet)
+
+
+def _run(config: Any, *, function: str, name: str | None, quiet: bool) -> RunResult:
+    """Run a config of `configs.own` in a process of its own."""
+    folder = Path(config.dump_folder)
+    # The name is chosen here: to show its progress, this process has to know the run's folder.
     config.name = name or _choose_name(folder, f"own-{function}")
     registry = importlib.import_module("rl.config.registry")
     request = registry.RunRequest(module="configs.own", function=function, config=config)
@@ -89,35 +86,41 @@ def grpo(
 
 def make_config(
     *,
-    model: str,
+    model: str | Path,
     data: Any,
     reward: Rewards,
     eval_data: Any = None,
     columns: Mapping[str, Any] | None = None,
     lora: bool = False,
-    folder: Path = Path(DEFAULT_FOLDER),
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return the config that `grpo` runs; rows and functions that no file holds are written below
-    `folder`.
+    """Return the config that `grpo` runs, with the arguments of `grpo`.
+
+    Rows and functions that no file holds are written into folders of `dump_folder`.
 
     Raises:
         ValueError: what is given does not fit; nothing was started.
     """
     own = importlib.import_module("configs.own")
     cli = importlib.import_module("rl.config.cli")
+    options = dict(options or {})
+    folder = Path(options.get("dump_folder", DEFAULT_FOLDER))
     rewards, weights = _split_rewards(reward, folder=folder)
     files = write_data(data, folder=folder)
     make = own.lora if lora else own.grpo
-    config = make(model, files, rewards)
+    config = make(str(model), files, rewards)
     config.task.reward_weights = weights
     for setting, column in (columns or {}).items():
-        options = {**(options or {}), f"task.columns.{setting}": column}
+        options[f"task.columns.{setting}"] = column
     if eval_data is not None:
         (file,) = write_data(eval_data, folder=folder)
         config.task.eval_files = {"eval": file}
         config.task.held_out = 0.0
-    return cli.set_values(config, options or {})
+        # Further columns count if all rows have them.
+        names = importlib.import_module("rl.tasks.data").read_columns(file)
+        own_info = config.task.columns.info
+        config.task.columns.info = tuple(name for name in own_info if name in names)
+    return cli.set_values(config, options)
 
 
 def _split_rewards(reward: Rewards, *, folder: Path) -> tuple[tuple[str, ...], tuple[float, ...]]:
@@ -158,6 +161,7 @@ def write_data(data: Any, *, folder: Path) -> tuple[str, ...]:
         raise ValueError(
             f"data is a {type(data).__name__} of {names}: give one split, or a list of rows"
         )
+    # A `datasets.Dataset` or a DataFrame, whose types JSON would lose.
     if hasattr(data, "to_parquet"):
         return (str(_write_table(data, folder=folder / DATA)),)
     if not isinstance(data, Iterable):

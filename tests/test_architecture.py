@@ -182,6 +182,8 @@ def upward_arrows(sources: Sources) -> list[str]:
             violations.append(f"{arrow}: nothing imports an entry")
         elif target > source:
             violations.append(f"{arrow}: imports go down only")
+        elif is_within:
+            continue
         elif source == ENTRY_LAYER and target > LAYERS["rl"] and not imported.dynamic:
             violations.append(f"{arrow}: entries load these by dotted name at run time")
     return violations

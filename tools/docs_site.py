@@ -29,7 +29,8 @@ def make_index() -> str:
 
     def move(match: re.Match[str]) -> str:
         target = match[1]
-        return f"]({target.removeprefix('docs/')})" if target.startswith("docs/") else f"](../{target})"
+        in_docs = target.startswith("docs/")
+        return f"]({target.removeprefix('docs/')})" if in_docs else f"](../{target})"
 
     return README_LINK.sub(move, text)
 

@@ -12,18 +12,18 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from rl.utils.own_packages import pin_packages  # noqa: E402
+from rl.utils.own_packages import pin_packages
 
 del sys.path[0]
 pin_packages()
 
-from rl.observability.stacks import catch_signal
-from rl.utils.compat import exit_process
-from rl.utils.processes import leave_signals_to_controller  # noqa: E402
-from rl.utils.proxies import allow_loopback  # noqa: E402
-
 
 def main() -> None:
+    from rl.observability.stacks import catch_signal
+    from rl.utils.compat import exit_process
+    from rl.utils.processes import leave_signals_to_controller
+    from rl.utils.proxies import allow_loopback
+
     # All this before the import of Monarch, which starts threads.
     leave_signals_to_controller()
     catch_signal()

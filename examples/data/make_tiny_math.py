@@ -1,4 +1,4 @@
-"""Write configs/tiny_math.jsonl, the problems of `configs/gsm8k.tiny`: one or two sums in GSM8K's columns.
+"""Write configs/tiny_math.jsonl, the problems of `configs/gsm8k.tiny`: sums in GSM8K's columns.
 
     python examples/data/make_tiny_math.py
 

@@ -22,7 +22,7 @@ import io
 import re
 import sys
 import typing
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -231,9 +231,7 @@ def _take_source_options(options: dict[str, list[str]]) -> dict[str, str]:
     return given
 
 
-def _take_arguments(
-    function: Callable[..., Any], options: dict[str, list[str]]
-) -> dict[str, Any]:
+def _take_arguments(function: Callable[..., Any], options: dict[str, list[str]]) -> dict[str, Any]:
     """Remove the options that are arguments of a registry function, and return their values."""
     arguments: dict[str, Any] = {}
     names = [name for name in inspect.signature(function).parameters if name in options]

@@ -133,9 +133,7 @@ def load_module(name: str) -> ModuleType:
             except ModuleNotFoundError as error:
                 # The error of a module that exists but imports a missing one is another.
                 if error.name is None or not f"{candidate}.".startswith(f"{error.name}."):
-                    raise ConfigError(
-                        f"--module {name}: {describe_user_error(error)}"
-                    ) from error
+                    raise ConfigError(f"--module {name}: {describe_user_error(error)}") from error
             except Exception as error:  # whatever a module raises when it is imported
                 raise ConfigError(f"--module {name}: {describe_user_error(error)}") from error
     hint = f"; in {PACKAGE} are: {_name_modules()}"

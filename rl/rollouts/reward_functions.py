@@ -46,7 +46,7 @@ class _Placed:
     place: str
 
     def __getattr__(self, name: str) -> Any:
-        # The rubric asks a function for its own limits: max_concurrency, needs_network, api_key_env.
+        # The rubric asks for a function's own limits: max_concurrency, needs_network, api_key_env.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(load_function(self.place), name)

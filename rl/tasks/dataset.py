@@ -223,9 +223,7 @@ class DatasetTask(Configurable):
 
     def environment(self, problem: Problem) -> Environment:
         messages = tuple(Message(**message) for message in problem.info.get(MESSAGES, ()))
-        return SingleTurn(
-            problem=problem, system=problem.info.get("system", ""), messages=messages
-        )
+        return SingleTurn(problem=problem, system=problem.info.get("system", ""), messages=messages)
 
     def rubric(self, *, seed: int) -> Rubric:
         """Give 1 for a reply that equals the answer, as a text or as a number.

@@ -72,7 +72,7 @@ class OwnTask(DatasetTask):
         weights = config.reward_weights or (1.0,) * len(config.reward)
         example = next(self.train_problems(seed=seed))
         columns = {name: value for name, value in example.info.items() if name != MESSAGES}
-        criteria = []
+        criteria = list[Criterion | GroupCriterion]()
         for place, weight in zip(config.reward, weights, strict=True):
             if place in PLACES:
                 answer = AnswerAt(place=typing.cast(Place, place))

@@ -35,8 +35,7 @@ def pin_packages() -> None:
 
 
 def list_hidden_folders(folder: Path) -> list[str]:
-    """Return the folders with Python files in `folder` that relay's packages of the same name hide.
-    """
+    """Return the subfolders with Python files that relay's packages of the same name hide."""
     hidden = []
     for name in OWN_PACKAGES:
         path = folder / name

@@ -53,7 +53,8 @@ def describe_user_error(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError) and error.filename is not None:
         line = (error.text or "").strip()
-        return f"SyntaxError: {error.msg}\n  {_shorten(error.filename)}, line {error.lineno}\n    {line}"
+        where = f"{_shorten(error.filename)}, line {error.lineno}"
+        return f"SyntaxError: {error.msg}\n  {where}\n    {line}"
     near = find_near_name(error)
     if near is not None:
         text = f"{text}; did you mean {near!r}?"
@@ -197,7 +198,8 @@ def _import_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # the name ends in .py
+    assert spec is not None
+    assert spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

