@@ -61,7 +61,7 @@ SUBCOMMANDS = {
     ),
     "sweep": Subcommand(
         title="train with several values of options, one run after another",
-        usage="relay sweep --lr 1e-5 3e-5 -- <options of train>",
+        usage="relay sweep --name try --over lr=1e-5,3e-5 -- <options of train>",
         place="relay.sweep:main",
     ),
     "report": Subcommand(
@@ -71,8 +71,8 @@ SUBCOMMANDS = {
     ),
     "runs": Subcommand(
         title="list runs: task, steps, evaluations, time",
-        usage="relay runs [FOLDER]",
-        place="rl.runs:main",
+        usage="relay runs [FOLDER ...]",
+        place="relay.runs:main",
     ),
     "doctor": Subcommand(
         title="show what the processes of a run are doing, with their stacks",
@@ -136,15 +136,22 @@ def train(argv: Sequence[str]) -> int:
     """Train: `rl.train`, with the user's own model, data and reward as its first config."""
     from rl.config.cli import main as train_config
 
-    names = [token.partition("=")[0] for token in argv]
-    is_own = not argv or any(name in OWN_OPTIONS for name in names)
+    module, config = choose_origin(argv)
     return train_config(
         argv,
-        default_module="own" if is_own and "--config" not in names else "sum_digits",
-        default_config="grpo" if is_own else "tiny",
+        default_module=module,
+        default_config=config,
         prog="relay train",
         early=importlib.import_module("actors.launch.early").start_early,
     )
+
+
+def choose_origin(argv: Sequence[str]) -> tuple[str, str]:
+    """Return the module and the config of `relay train` where --module and --config name none."""
+    names = [token.partition("=")[0] for token in argv]
+    is_own = not argv or any(name in OWN_OPTIONS for name in names)
+    module = "own" if is_own and "--config" not in names else "sum_digits"
+    return module, "grpo" if is_own else "tiny"
 
 
 def explain(argv: Sequence[str]) -> int:
@@ -157,9 +164,7 @@ def serve(argv: Sequence[str]) -> int:
     """Serve the Tinker API."""
     from rl.config.cli import main as serve_config
 
-    return serve_config(
-        argv, default_module="tinker", default_config="tiny", prog="relay serve"
-    )
+    return serve_config(argv, default_module="tinker", default_config="tiny", prog="relay serve")
 
 
 def run_as_script() -> None:
