@@ -61,7 +61,7 @@ SUBCOMMANDS = {
     ),
     "sweep": Subcommand(
         title="train with several values of options, one run after another",
-        usage="relay sweep --lr 1e-5 3e-5 -- <options of train>",
+        usage="relay sweep --name try --over lr=1e-5,3e-5 -- <options of train>",
         place="relay.sweep:main",
     ),
     "report": Subcommand(
@@ -71,8 +71,8 @@ SUBCOMMANDS = {
     ),
     "runs": Subcommand(
         title="list runs: task, steps, evaluations, time",
-        usage="relay runs [FOLDER]",
-        place="rl.runs:main",
+        usage="relay runs [FOLDER ...]",
+        place="relay.runs:main",
     ),
     "doctor": Subcommand(
         title="show what the processes of a run are doing, with their stacks",
@@ -139,16 +139,23 @@ def train(argv: Sequence[str]) -> int:
     if not argv:
         print_error(f"usage: {SUBCOMMANDS['train'].usage}\n       relay train --help")
         return 2
-    names = [token.partition("=")[0] for token in argv]
-    is_own = any(name in OWN_OPTIONS for name in names)
+    module, config = choose_origin(argv)
     return train_config(
         argv,
-        # With the package: the user's folder may have a module of this name.
-        default_module="configs.own" if is_own else "sum_digits",
-        default_config="grpo" if is_own else "tiny",
+        default_module=module,
+        default_config=config,
         prog="relay train",
         early=importlib.import_module("actors.launch.early").start_early,
     )
+
+
+def choose_origin(argv: Sequence[str]) -> tuple[str, str]:
+    """Return the module and the config of `relay train` where --module and --config name none."""
+    names = [token.partition("=")[0] for token in argv]
+    if any(name in OWN_OPTIONS for name in names):
+        # With the package: the user's folder may have a module of this name.
+        return "configs.own", "grpo"
+    return "sum_digits", "tiny"
 
 
 def explain(argv: Sequence[str]) -> int:

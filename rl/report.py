@@ -1,6 +1,7 @@
 """Report of a run as one HTML file: `python -m rl.report outputs/x`, also while the run goes on.
 
-A second folder is shown beside the first. The file needs no network.
+Further runs are drawn over each other; of three or more, those that differ only by seed are one
+band. The file needs no network.
 
 Exit status: 0 if the file was written, 2 otherwise.
 """
@@ -13,16 +14,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.observability.run_folder import REPORT
-from rl.reporting.html.page import write_report
+from rl.observability.run_folder import CONFIG, METRICS, REPORT, STARTING_POINTS, STATUS
+from rl.reporting.html.page import MANY, write_report
 from rl.utils.compat import exit_after
 from rl.utils.printing import print_error, print_text
 from rl.utils.processes import disable_collections
 
+OF_RUNS = (STATUS, METRICS, CONFIG)
+"""Files of which every run has at least one."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
-    folders = [Path(folder).expanduser() for folder in options.folders]
+    folders = select_runs([Path(folder).expanduser() for folder in options.folders])
     file = Path(options.output).expanduser() if options.output else folders[0] / REPORT
     try:
         # The data lives to the end, and the garbage collector would search it again and again.
@@ -37,6 +41,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(f"error: {file} cannot be written: {error.strerror or error}")
         return 2
     return 0
+
+
+def select_runs(folders: Sequence[Path]) -> list[Path]:
+    """Return the folders, each once; of many, as of `outputs/*`, only those that are runs'."""
+    unique = {folder.resolve(): folder for folder in reversed(folders)}
+    selected = [folder for folder in folders if unique[folder.resolve()] is folder]
+    if len(selected) < MANY:
+        return selected
+    runs = []
+    for folder in selected:
+        # A folder that does not exist is a typo, and an error.
+        is_other = folder.exists() and not any((folder / name).is_file() for name in OF_RUNS)
+        if is_other or folder.name == STARTING_POINTS:
+            print_error(f"note: {folder} is left out: it is not the folder of a run")
+        else:
+            runs.append(folder)
+    return runs or selected
 
 
 def _print_findings(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -63,18 +84,16 @@ def _choose_names(folders: Sequence[Path]) -> list[str]:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m rl.report", description="Write a report of a run as one HTML file."
+        prog="python -m rl.report",
+        description="Write a report of a run, or of several over each other, as one HTML file.",
     )
     parser.add_argument(
-        "folders", nargs="+", metavar="folder", help="folder of a run, such as outputs/x"
+        "folders", nargs="+", metavar="folder", help="folders of runs, such as outputs/x"
     )
     parser.add_argument(
         "--output", metavar="FILE", help=f"the file; by default {REPORT} in the first folder"
     )
-    options = parser.parse_args(argv)
-    if len(options.folders) > 2:
-        parser.error(f"{len(options.folders)} folders: a report is of one run, or compares two")
-    return options
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

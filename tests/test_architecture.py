@@ -51,6 +51,7 @@ ALLOWED_IN = {
     "tensorboard": ("rl/observability/loggers.py",),
     "wandb": ("rl/observability/loggers.py", "rl/observability/sinks.py"),
     "trackio": ("rl/observability/loggers.py", "rl/observability/sinks.py"),
+    "prometheus_client": ("rl/observability/prometheus.py",),
 }
 """Prefixes of the paths that may import a heavy package."""
 

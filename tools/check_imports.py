@@ -38,7 +38,7 @@ GROUPS = {
     "gguf": ("gguf",),
     "report": ("playwright.sync_api",),
     "smollm2": ("gguf",),
-    "sinks": ("torch.utils.tensorboard", "wandb", "trackio.sqlite_storage"),
+    "sinks": ("torch.utils.tensorboard", "wandb", "trackio.sqlite_storage", "prometheus_client"),
     "tasks": ("math_verify", "reasoning_gym", "verifiers.v1"),
     "test": ("pytest", "pytest_timeout", "xdist", "mypy", "ruff", "torchao.float8", "peft",
         "kubernetes", "nbclient",

@@ -1,4 +1,5 @@
-"""Metrics of a run beside metrics.jsonl: the console, TensorBoard, Weights & Biases and trackio.
+"""Metrics of a run beside metrics.jsonl: the console, TensorBoard, Weights & Biases, trackio and
+Prometheus.
 
     async with open_sinks(SinksConfig(), folder=folder, title="try-1", num_steps=80) as sinks:
         with MetricsWriter(folder / METRICS) as metrics, sinks.show_attempt():
@@ -40,6 +41,12 @@ from rl.observability.loggers import (
     keep_error_hooks,
 )
 from rl.observability.metrics import Record, read_metrics, reduce_record
+from rl.observability.prometheus import (
+    PACKAGE,
+    PrometheusConfig,
+    PrometheusLogger,
+    check_port,
+)
 from rl.observability.run_folder import LOGS, METRICS, TENSORBOARD
 from rl.observability.spans import span
 from rl.utils.errors import StopRequestedError, warn_unwritten
@@ -68,6 +75,7 @@ class SinksConfig:
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     close_s: float = field(default=30.0, metadata=unless("enabled", ()))
     """Seconds that the loggers have at the end of the run to write what is left; the rest is
     dropped.
@@ -78,27 +86,32 @@ class SinksConfig:
 
     @property
     def enabled(self) -> tuple[str, ...]:
-        """Names of the enabled loggers, which are those of their packages too."""
-        names = ("tensorboard", "wandb", "trackio")
+        """Names of the enabled loggers."""
+        names = ("tensorboard", "wandb", "trackio", "prometheus")
         return tuple(name for name in names if getattr(self, name).enable)
 
 
 def check_installed(config: SinksConfig) -> None:
     """Raise a ValueError if a package of an enabled logger is not installed; import nothing."""
     for name in config.enabled:
-        package = importlib.util.find_spec(name)
+        package_name, option, off = name, f"{name}.enable=True", "False"
+        if name == PrometheusLogger.name:
+            package_name, option, off = PACKAGE, f"{name}.port={config.prometheus.port}", "None"
+        package = importlib.util.find_spec(package_name)
         # A folder of that name, such as W&B's in the working directory, is a package without a
         # file.
         if package is None or package.origin is None:
             raise ValueError(
-                f"sinks.{name}.enable=True: the package {name} is not installed. Install the extra "
-                f"`sinks` ({describe_install('sinks')}), or set it to False"
+                f"sinks.{option}: the package {package_name} is not installed. Install the extra "
+                f"`sinks` ({describe_install('sinks')}), or set it to {off}"
             )
 
 
 def check_sinks(config: SinksConfig) -> None:
-    """Raise a ValueError if a package or W&B's key is missing."""
+    """Raise a ValueError if a package or W&B's key is missing, or a port is in use."""
     check_installed(config)
+    if config.prometheus.enable:
+        check_port(config.prometheus)
     if config.wandb.enable and config.wandb.mode == "online":
         import wandb
 
@@ -293,6 +306,8 @@ def open_sinks(
         loggers.append(WandbLogger(config.wandb, finish_s=FINISH_SHARE * config.close_s, **run))
     if config.trackio.enable:
         loggers.append(TrackioLogger(config.trackio, title=title, run_id=run_id, settings=values))
+    if config.prometheus.enable:
+        loggers.append(PrometheusLogger(config.prometheus, title=title))
     return RunSinks(
         console=make_console(
             config.console, num_steps=num_steps, logs=logs, title=title, stream=stream

@@ -31,7 +31,15 @@ def test_missing_package_is_refused_before_the_start(name, monkeypatch):
         ValueError, match=f"sinks.{name}.enable=True: the package {name} is not"
     ) as error:
         make_plan(config)
-    assert "python tools/setup_env.py sinks" in str(error.value)
+    assert "python3 tools/setup_env.py sinks" in str(error.value)
+
+
+def test_missing_client_of_prometheus_is_refused_before_the_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)  # simulates a missing package
+    config = tiny()
+    config.sinks.prometheus.port = 9400
+    with pytest.raises(ValueError, match=r"sinks.prometheus.port=9400: the package prometheus_cli"):
+        make_plan(config)
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,72 @@ def test_two_runs_have_distinct_names_in_one_file(run, tmp_path):
     assert not (run / "report.html").exists()
 
 
-def test_missing_folder_and_more_than_two_are_refused(tmp_path, capsys):
+def test_missing_folder_is_refused(tmp_path, capsys):
     assert report.main([str(tmp_path / "gone")]) == 2
     assert "there is no such folder" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as refused:
-        report.main([str(tmp_path)] * 3)
-    assert refused.value.code == 2
-    assert "3 folders: a report is of one run, or compares two" in capsys.readouterr().err
+
+
+def make_runs(folder, **made):
+    """Write a run for each name and return their folders."""
+    return [make_run(folder / name, run) for name, run in made.items()]
+
+
+def test_runs_that_differ_by_seed_are_one_line_of_many(tmp_path):
+    folders = make_runs(
+        tmp_path,
+        low_0=MadeRun(num_steps=3),
+        high=MadeRun(num_steps=3, lr=1e-3),
+        low_1=MadeRun(num_steps=3, seed=1),
+    )
+    for seed, folder in ((0, folders[0]), (1, folders[2])):
+        config = json.loads((folder / "config.json").read_text())
+        config["values"]["seed"] = seed
+        (folder / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "all.html"
+    assert report.main([*map(str, folders), "--output", str(file)]) == 0
+    assert "<title>low_0, high and low_1</title>" in file.read_text()
+    assert shown(file)["lines"] == [
+        {"name": "low (seeds 0, 1)", "block": "band-0", "runs": [0, 2]},
+        {"name": "high", "block": "curves-1", "runs": [1]},
+    ]
+    found = blocks(file)
+    single = [found[f"curves-{number}"]["series"]["reward/mean"]["y"] for number in (0, 2)]
+    band = found["band-0"]["series"]["reward/mean"]
+    assert band["low"] == [min(pair) for pair in zip(*single, strict=True)]
+    assert band["high"] == [max(pair) for pair in zip(*single, strict=True)]
+
+
+def test_two_runs_that_differ_by_seed_stay_two_lines(tmp_path):
+    folders = make_runs(tmp_path, a=MadeRun(num_steps=2), b=MadeRun(num_steps=2, seed=1))
+    file = tmp_path / "both.html"
+    assert report.main([*map(str, folders), "--output", str(file)]) == 0
+    assert [line["runs"] for line in shown(file)["lines"]] == [[0], [1]]
+
+
+def test_all_folders_of_the_outputs_are_reported_without_those_that_are_no_runs(tmp_path, capsys):
+    outputs = tmp_path / "outputs"
+    folders = make_runs(outputs, a=MadeRun(num_steps=2), b=MadeRun(num_steps=2, lr=1e-3))
+    (outputs / "starting_points").mkdir()
+    (outputs / "try.sweep.json").write_text("{}")
+    file = tmp_path / "all.html"
+    # As `outputs/*` is expanded, with a run that is named once more.
+    every = [*sorted(outputs.iterdir()), folders[0]]
+    assert report.main([*map(str, every), "--output", str(file)]) == 0
+    assert [run["name"] for run in shown(file)["runs"]] == ["a", "b"]
+    said = capsys.readouterr().err
+    assert f"note: {outputs / 'starting_points'} is left out" in said
+    assert f"note: {outputs / 'try.sweep.json'} is left out" in said
+    # A typo is an error, however many there are.
+    assert report.main([*map(str, folders), str(outputs / "c"), "--output", str(file)]) == 2
+
+
+def test_twenty_runs_share_the_size_of_a_page(tmp_path):
+    folders = [
+        make_run(tmp_path / f"run-{i}", MadeRun(num_steps=60, samples=8, tokens=40, lr=i / 1e5))
+        for i in range(20)
+    ]
+    file = tmp_path / "all.html"
+    assert report.main([*map(str, folders), "--output", str(file)]) == 0
+    assert file.stat().st_size < 20_000_000
+    assert "<title>run-0, run-1 and 18 more</title>" in file.read_text()
+    assert len(shown(file)["lines"]) == 20

@@ -1,4 +1,4 @@
-"""Report of one run, or of two to compare, as a single HTML file without network access.
+"""Report of one run, or of several to compare, as a single HTML file without network access.
 
     write_report({"try-1": Path("outputs/try-1")}, Path("report.html"), written_s=time.time())
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from markupsafe import Markup
 
 from rl.observability.machine import compute_typical_step, find_bottleneck
 from rl.observability.spans import read_states
-from rl.reporting.data import RunData, read_run
+from rl.reporting.data import TOKENS_MB, RunData, read_run
 from rl.reporting.findings import KINDS, find
+from rl.reporting.html.groups import group_runs, name_group, pack_bands
 from rl.reporting.html.overview import (
+    MAX_POINTS,
     break_down,
     collect_facts,
     compare_configs,
@@ -42,6 +44,10 @@ ROLLOUT_BYTES = 14_000_000
 """Size of the rollouts of a page, so that the page stays below 20 MB."""
 MAX_EVENTS = 1000
 """Latest events of a run that are shown."""
+MANY = 3
+"""Number of runs from which on those that differ only by seed are one band."""
+MIN_POINTS, MIN_TOKENS_MB = 200, 6.0
+"""Least of each run's curves and tokens in a report of many runs."""
 _HERE = Path(__file__).parent
 _STYLES = ("vendor/uPlot.min.css", "static/report.css")
 _SCRIPTS = (
@@ -68,7 +74,7 @@ SECTIONS = (
 def write_report(
     folders: Mapping[str, Path], file: Path, *, written_s: float
 ) -> list[dict[str, Any]]:
-    """Write the page of one run, or of two, atomically; return what it shows of each run at once.
+    """Write the page of some runs atomically; return what it shows of each run at once.
 
     Args:
         folders: folder of each run by the name that the page shows.
@@ -79,26 +85,89 @@ def write_report(
         OSError: the file cannot be written.
     """
     blocks: list[tuple[str, str]] = []
-    shown = []
+    shown: list[dict[str, Any]] = []
+    curves: list[_Records] = []
+    # Runs share the size of the page.
+    share = 1 / len(folders)
+    max_points = max(MIN_POINTS, int(MAX_POINTS * min(1.0, 2 * share)))
     for number, (name, folder) in enumerate(folders.items()):
-        shown.append(_collect_run(name, folder, number, blocks, share=1 / len(folders)))
+        data = read_run(folder, tokens_mb=max(MIN_TOKENS_MB, TOKENS_MB * min(1.0, 2 * share)))
+        shown.append(_collect_run(data, name, number, blocks, share=share, max_points=max_points))
+        # Without the rollouts, which take most of the memory.
+        curves.append(_Records(config=data.config, steps=data.steps, evaluations=data.evaluations))
     report = {
         "written": written_s,
         "looked_for": [kind.replace("_", " ") for kind in KINDS],
         "runs": shown,
+        "lines": _list_lines(shown, curves, blocks, max_points=max_points),
         "differences": compare_configs([run["config"] for run in shown]),
     }
-    page = render(title=" and ".join(folders), report=report, blocks=blocks)
+    page = render(title=_make_title(list(folders)), report=report, blocks=blocks)
     with replace_file(file) as temporary:
         temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
     return shown
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Records:
+    """Parts of a run that bands are made of."""
+
+    config: Mapping[str, Any]
+    steps: Sequence[Mapping[str, float]]
+    evaluations: Sequence[Mapping[str, float]]
+
+
+def _make_title(names: Sequence[str]) -> str:
+    if len(names) > MANY:
+        return f"{names[0]}, {names[1]} and {len(names) - 2} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _list_lines(
+    shown: Sequence[Mapping[str, Any]],
+    curves: Sequence[_Records],
+    blocks: list[tuple[str, str]],
+    *,
+    max_points: int,
+) -> list[dict[str, Any]]:
+    """Return the lines of a chart: of a run, or of runs that differ only by seed.
+
+    A line has `name`, `block` with its curves, and the numbers of its `runs`; blocks of bands are
+    appended.
+    """
+    groups = [[number] for number in range(len(shown))]
+    if len(shown) >= MANY:
+        groups = group_runs([run.config for run in curves])
+    lines = []
+    for group in groups:
+        members = [curves[number] for number in group]
+        name, block = shown[group[0]]["name"], shown[group[0]]["blocks"]["curves"]
+        if len(group) > 1:
+            name = name_group(
+                [shown[number]["name"] for number in group], [run.config for run in members]
+            )
+            block = f"band-{group[0]}"
+            bands = pack_bands(
+                [run.steps for run in members],
+                [run.evaluations for run in members],
+                max_points=max_points,
+            )
+            blocks.append((block, pack(bands)))
+        lines.append({"name": name, "block": block, "runs": group})
+    return lines
+
+
 def _collect_run(
-    name: str, folder: Path, number: int, blocks: list[tuple[str, str]], *, share: float
+    data: RunData,
+    name: str,
+    number: int,
+    blocks: list[tuple[str, str]],
+    *,
+    share: float,
+    max_points: int,
 ) -> dict[str, Any]:
     """Return what is shown at once; append the rest to the blocks, within a share of the page."""
-    data = read_run(folder)
+    folder = data.folder
     values = data.config.get("values") or {}
     findings = find(data)
     found = find_bottleneck(compute_typical_step(data.steps), values)
@@ -118,7 +187,9 @@ def _collect_run(
     )
     names = {part: f"{part}-{number}" for part in ("curves", "timeline", "rollouts")}
     chunk = f"chunk-{number}-"
-    blocks.append((names["curves"], pack(pack_curves(data.steps, data.evaluations))))
+    blocks.append(
+        (names["curves"], pack(pack_curves(data.steps, data.evaluations, max_points=max_points)))
+    )
     blocks.append((names["timeline"], pack(timeline)))
     blocks.append((names["rollouts"], pack(rollouts.index)))
     for i, block in enumerate(rollouts.chunks):

@@ -197,6 +197,62 @@ def test_two_runs_are_compared_in_one_report(chromium, runs):
         assert seen.errors == []
 
 
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory):
+    """Write three runs of one config and one of another, and return their folders."""
+    folder = tmp_path_factory.mktemp("seeds")
+    folders = []
+    for seed in (0, 1, 2):
+        made = MadeRun(num_steps=20 if seed < 2 else 12, seed=seed)
+        folders.append(make_run(folder / f"try-seed_{seed}", made))
+        config = json.loads((folders[-1] / "config.json").read_text())
+        config["values"] |= {"seed": seed, "loop": {"num_steps": 20}}
+        (folders[-1] / "config.json").write_text(json.dumps(config))
+    return [*folders, make_run(folder / "other", MadeRun(num_steps=20, lr=1e-3))]
+
+
+def test_many_runs_are_drawn_over_each_other_and_seeds_as_a_band(chromium, seeds):
+    with opened(chromium, reported(*seeds, name="many")) as seen:
+        assert seen.texts("#overview h1") == ["4 runs"]
+        assert seen.texts(".legend.shared button") == ["try (seeds 0, 1, 2)", "other"]
+        assert seen.count("#overview table.runs tr.band") == 1
+        assert seen.count("#overview table.runs tr.member") == 3
+        titles = seen.texts("#curves .headlines h3")
+        assert titles[:3] == [
+            "Learning: correct, held-out (greedy)", "Learning: reward, mean",
+            "Learning: correct, step's samples",
+        ]  # fmt: skip
+        card = seen.page.locator("#curves .headlines .card", has_text="Learning: reward, mean")
+        card.scroll_into_view_if_needed()
+        card.locator(".chart[data-drawn]").wait_for()
+        box = card.locator(".chart").bounding_box()
+        seen.page.mouse.move(box["x"] + 0.97 * box["width"], box["y"] + 0.5 * box["height"])
+        tip = seen.page.locator(".tip")
+        tip.wait_for()
+        assert "try (seeds 0, 1, 2)" in tip.inner_text()
+        assert ", 2 of 3 runs)" in tip.inner_text()
+        # A hidden line has no row in the box beside the pointer.
+        seen.page.locator(".legend.shared button").first.click()
+        seen.page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 0.5 * box["height"])
+        seen.until("!document.querySelector('.tip').textContent.includes('seeds')")
+        seen.go("config", "table")
+        assert len(seen.texts("#config .body > table tr:first-child th")) == 5
+        seen.go("rollouts", ".tokens")
+        assert seen.count("#rollouts .tab") == 4
+        assert seen.errors == []
+
+
+@pytest.mark.parametrize("width", [1360, 390])
+def test_page_of_many_runs_fits_the_window(width, chromium, seeds):
+    file = reported(*seeds, name=f"many-{width}")
+    with opened(chromium, file, width=width, drawn=False) as seen:
+        seen.go("curves", "[data-drawn]")
+        for section in ("timeline", "time", "rollouts", "events", "config", "environment"):
+            seen.go(section, ".body > *")
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert seen.errors == []
+
+
 def test_finding_is_on_top_marked_on_the_curves_and_links_to_its_reply(chromium, tmp_path):
     folder = make_run(tmp_path / "hacked", MadeRun(hacked_from=20))
     with opened(chromium, reported(folder)) as seen:

@@ -5,6 +5,14 @@
   const charts = new Set();
   let smoothing = 0.6;
 
+  const hidden = new Set();
+
+  // Shows or hides a line of the report on all charts, also on those that are drawn later.
+  relay.showLine = (number, shown) => {
+    hidden[shown ? "delete" : "add"](number);
+    charts.forEach((chart) => chart.showLine?.(number, shown));
+  };
+
   relay.onTheme(() => charts.forEach((chart) => chart.redraw(false)));
   relay.smoothing = () => smoothing;
   relay.setSmoothing = (weight) => {
@@ -54,7 +62,7 @@
     const stroke = () => relay.color(line.color);
     const faint = () => withAlpha(relay.color(line.color), 0.28);
     const few = line.x.length <= 60;
-    const base = { spanGaps: true, points: { show: false } };
+    const base = { spanGaps: true, points: { show: false }, show: !hidden.has(line.number) };
     return [
       {
         ...base,
@@ -135,9 +143,10 @@
     const step = chart.data[0][idx];
     const rows = lines.flatMap((line) => {
       const at = line.x.indexOf(step);
-      if (at < 0) return [];
+      if (at < 0 || hidden.has(line.number)) return [];
       const low = line.low && line.low[at] !== null && line.low[at] !== line.high[at];
-      const spread = low ? ` (${relay.number(line.low[at])} … ${relay.number(line.high[at])})` : "";
+      const fewer = line.num && line.num[at] < line.total ? `, ${line.num[at]} of ${line.total} runs` : "";
+      const spread = low ? ` (${relay.number(line.low[at])} … ${relay.number(line.high[at])}${fewer})` : "";
       const value = line.y[at] === null ? "not finite" : relay.number(line.y[at]) + spread;
       return [relay.tipRow(line.label, value, relay.color(line.color))];
     });
@@ -146,7 +155,7 @@
     relay.showTip(box.left + left, box.top + chart.cursor.top, relay.el(".tip-head", {}, `step ${step}`), rows);
   };
 
-  // lines: {label, x, y, low?, high?, color, dash?, points?, smooth?, share?}; marks: {x, label, color}.
+  // lines: {label, x, y, low?, high?, num?, total?, number?, color, dash?, points?, smooth?, share?}; marks: {x, label, color}.
   relay.chart = (host, { lines, marks = [], height = 170 }) => {
     host.style.height = `${height}px`;
     host.classList.add("chart");
@@ -181,6 +190,11 @@
       chart.setData(aligned(lines), false);
       chart.redraw();
     };
+    // Four series a line: itself, its values without smoothing, its extremes.
+    chart.showLine = (number, shown) =>
+      lines.forEach((line, i) => {
+        if (line.number === number) for (let of = 1; of <= 4; of += 1) chart.setSeries(4 * i + of, { show: shown });
+      });
     charts.add(chart);
     new ResizeObserver(() => {
       const width = host.clientWidth;

@@ -47,30 +47,35 @@
   const SHARES = /^(reward|eval)\/(mean|correct|reward|equal_groups|answer|format|pass@)|clipped_fraction|cut_off|unfinished|padding|fill|shared|^limit\/|identical/;
 
   relay.curves = async (host) => {
-    const data = await Promise.all(relay.runs.map((run) => relay.block(run.blocks.curves)));
-    const line = (runNumber, name, label, color) => {
-      const curve = data[runNumber].series[name];
+    const { lines: drawn } = relay.report;
+    const data = await Promise.all(drawn.map((of) => relay.block(of.block)));
+    const line = (k, name, label, color) => {
+      const curve = data[k].series[name];
       if (!curve) return null;
       return {
         metric: name,
-        label: relay.compares ? `${label}, ${relay.runs[runNumber].name}` : label,
-        x: data[runNumber].xs[curve.x],
+        number: k,
+        label: relay.many ? drawn[k].name : relay.compares ? `${label}, ${drawn[k].name}` : label,
+        x: data[k].xs[curve.x],
         y: curve.y,
         low: curve.low,
         high: curve.high,
+        num: curve.num,
+        total: drawn[k].runs.length,
         color,
-        dash: runNumber ? [6, 4] : undefined,
+        dash: relay.many ? relay.lineDash(k) : k ? [6, 4] : undefined,
         points: name.startsWith("eval/"),
         smooth: !name.startsWith("eval/"),
         share: SHARES.test(name),
         bad: curve.num_bad,
       };
     };
-    const linesOf = (name, label, color) => relay.runs.map((_, i) => line(i, name, label, color)).filter(Boolean);
+    const linesOf = (name, label, color) => drawn.map((_, k) => line(k, name, label, color)).filter(Boolean);
 
     host.append(toolbar(host));
+    if (relay.many) host.append(sharedLegend(drawn));
     const headlines = el(".grid.headlines");
-    for (const [title, note, metrics] of HEADLINES) {
+    for (const [title, note, metrics] of relay.many ? splitByMetric(HEADLINES) : HEADLINES) {
       const entries = Object.entries(metrics);
       const lines = entries.flatMap(([name, [label, color]]) => linesOf(name, label, color));
       if (entries.length === 1) byRun(lines);
@@ -79,6 +84,33 @@
     host.append(headlines);
     host.append(...groups(data, linesOf));
   };
+
+  // Of many runs each metric has a chart of its own, the evaluation first.
+  const splitByMetric = (headlines) => {
+    const split = headlines.flatMap(([title, note, metrics]) => {
+      const entries = Object.entries(metrics);
+      return entries.map(([name, of]) => [entries.length > 1 ? `${title}: ${of[0]}` : title, note, { [name]: of }]);
+    });
+    const isEvaluation = ([, , metrics]) => "eval/correct" in metrics;
+    return [...split.filter(isEvaluation), ...split.filter((headline) => !isEvaluation(headline))];
+  };
+
+  // One legend for all charts, whose entries show and hide their line everywhere.
+  const sharedLegend = (drawn) =>
+    el(
+      ".legend.shared",
+      {},
+      drawn.map(({ name, runs }, k) => {
+        const toggle = (event) => {
+          const shown = event.currentTarget.getAttribute("aria-pressed") !== "true";
+          event.currentTarget.setAttribute("aria-pressed", String(shown));
+          relay.showLine(k, shown);
+        };
+        const stroke = el(`i.stroke${relay.lineDash(k) ? ".dashed" : ""}${runs.length > 1 ? ".band" : ""}`, { style: `--stroke:var(${relay.lineColor(k)})` });
+        const title = runs.length > 1 ? "mean of the runs, with the smallest and the largest value as a band" : "show or hide";
+        return el("button.ghost", { type: "button", "aria-pressed": "true", title, "data-line": k, onclick: toggle }, stroke, name);
+      }),
+    );
 
   const toolbar = (host) =>
     el(
@@ -104,7 +136,7 @@
         oninput: (event) => filter(host, event.target.value.trim().toLowerCase()),
       }),
       el("span.hint", {}, "drag to zoom in, double-click to zoom out; all curves move together"),
-      relay.compares
+      relay.compares && !relay.many
         ? el("span.hint", {}, relay.runName(0), " solid, ", relay.runName(1), " dashed")
         : null,
     );
@@ -123,7 +155,8 @@
 
   // Since when something is found, on the curves that show it.
   const marksOf = (names, all = false) =>
-    relay.runs.flatMap((run) =>
+    // Of many runs a mark would not tell whose finding it is.
+    (relay.many ? [] : relay.runs).flatMap((run) =>
       run.findings.flatMap((finding, n) => {
         const shown = all || finding.evidence.some((evidence) => names.includes(evidence.name));
         return shown && finding.since_step !== null
@@ -140,9 +173,10 @@
       host.style.height = wide ? "360px" : "";
       if (!wide) host.style.height = `${height}px`;
     };
-    const height = title === "Learning" ? 300 : 170;
+    const isLarge = title === "Learning" || (relay.many && note && lines[0].metric === "eval/correct");
+    const height = isLarge ? 300 : 170;
     const box = el(
-      `.card${title === "Learning" ? ".large" : ""}`,
+      `.card${isLarge ? ".large" : ""}`,
       { "data-metric": metric },
       el(
         ".card-head",
@@ -153,7 +187,7 @@
       ),
       note ? el(".card-note", {}, note) : null,
       host,
-      lines.length > (relay.compares ? 2 : 1) ? legend(lines) : null,
+      !relay.many && lines.length > (relay.compares ? 2 : 1) ? legend(lines) : null,
       bad ? el(".card-note.bad", {}, `${number(bad)} values are not finite and left out`) : null,
     );
     relay.chart(host, { lines, marks, height });
@@ -162,7 +196,7 @@
 
   // Of one metric: the colour says which run it is of.
   const byRun = (lines) => {
-    if (relay.compares) for (const line of lines) line.color = line.dash ? "--run-1" : "--run-0";
+    if (relay.compares) for (const line of lines) line.color = relay.lineColor(line.number);
     return lines;
   };
 
@@ -179,6 +213,7 @@
   const lastOf = (lines) => {
     const ofMetric = lines.filter((line) => line.metric === lines[lines.length - 1].metric);
     const values = ofMetric.map(({ y }) => y.findLast((value) => value !== null)).filter((last) => last !== undefined);
+    if (values.length > 3) return `${number(Math.min(...values), 3)} … ${number(Math.max(...values), 3)}`;
     return values.map((last) => number(last, 3)).join(" · ");
   };
 

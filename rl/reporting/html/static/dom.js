@@ -77,6 +77,16 @@ relay.moment = (epochS) => {
 relay.report = JSON.parse(document.getElementById("report").textContent);
 relay.runs = relay.report.runs;
 relay.compares = relay.runs.length > 1;
+// Of three runs or more each metric has its own chart, and runs that differ only by seed are one line with a band.
+relay.many = relay.runs.length > 2;
+
+// Of a line, which is of one run or of several: its colour, and dashes where the colours do not suffice.
+const COLORS = 8;
+const DASHES = [undefined, [6, 4], [2, 3], [9, 3, 2, 3]];
+relay.lineColor = (number) => `--run-${number % COLORS}`;
+relay.lineDash = (number) => DASHES[Math.floor(number / COLORS) % DASHES.length];
+const lineOf = (runNumber) => relay.report.lines.findIndex((line) => line.runs.includes(runNumber));
+relay.runColor = (runNumber) => relay.lineColor(lineOf(runNumber));
 
 // Of a block: a promise of what was packed in it. The latest ones are kept.
 const unpacked = new Map();
@@ -180,5 +190,5 @@ relay.perRun = (section, show, { count = () => 0 } = {}) => {
   return choose;
 };
 
-const runDot = (number) => relay.el("span.swatch", { style: `background:var(--run-${number})` });
+const runDot = (number) => relay.el("span.swatch", { style: `background:var(${relay.runColor(number)})` });
 relay.runName = (number) => relay.el("span.run-name", {}, runDot(number), relay.runs[number].name);

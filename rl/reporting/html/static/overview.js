@@ -11,7 +11,66 @@
   };
 
   relay.overview = (host) => {
-    for (const [i, run] of relay.runs.entries()) host.append(card(run, i));
+    const cards = relay.runs.map(card);
+    if (relay.many) {
+      host.append(
+        el("h1", {}, `${number(relay.runs.length)} runs`),
+        el(".card.scroll", {}, table()),
+        el("details.group", {}, el("summary", {}, el("b", {}, "each run in numbers")), cards),
+      );
+    } else host.append(...cards);
+  };
+
+  // A row for each run; runs that differ only by seed stand below the row of their band.
+  const HEADS = ["run", "state", "step", "evaluation, correct", "reward, mean", "samples / s", "findings"];
+  const table = () =>
+    el(
+      "table.plain.runs",
+      {},
+      el("tr", {}, HEADS.map((head) => el("th", {}, head))),
+      relay.report.lines.flatMap((line, k) => {
+        const rows = line.runs.map((i) => runRow(i, line.runs.length > 1));
+        return line.runs.length > 1 ? [bandRow(line, k), ...rows] : rows;
+      }),
+    );
+
+  const bandRow = (line, k) => {
+    const facts = line.runs.map((i) => relay.runs[i].facts);
+    const spread = (name) => {
+      const values = facts.map((of) => of[name]?.[1]).filter((value) => typeof value === "number");
+      if (!values.length) return "–";
+      const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+      return `${fixed(mean, 3)} (${fixed(Math.min(...values), 3)} … ${fixed(Math.max(...values), 3)})`;
+    };
+    return el(
+      "tr.band",
+      { "data-line": k },
+      el("td", {}, el("span.swatch", { style: `background:var(${relay.lineColor(k)})` }), el("b", {}, line.name)),
+      el("td", {}, `mean of ${line.runs.length}`),
+      el("td"),
+      el("td", {}, spread("evaluation")),
+      el("td", {}, spread("reward")),
+      el("td"),
+      el("td"),
+    );
+  };
+
+  const runRow = (i, inBand) => {
+    const run = relay.runs[i];
+    const { facts } = run;
+    const of = facts.num_steps ? ` of ${number(facts.num_steps)}` : "";
+    const wrong = run.findings.length ? el("span.count", {}, String(run.findings.length)) : "none";
+    return el(
+      `tr${inBand ? ".member" : ""}`,
+      { "data-run": i },
+      el("td", {}, inBand ? run.name : relay.runName(i)),
+      el("td", {}, el(`span.state.state-${facts.state}`, {}, STATES[facts.state])),
+      el("td", {}, facts.step === null || facts.step === undefined ? "none yet" : `${number(facts.step)}${of}`),
+      el("td", {}, facts.evaluation ? arrow(facts.evaluation, 3) : "–"),
+      el("td", {}, facts.reward ? arrow(facts.reward, 3) : "–"),
+      el("td", {}, number(facts.samples_per_s, 3)),
+      el("td", {}, facts.step ? wrong : "–", run.problems.length ? el("span.hint", {}, ` · ${run.problems.length} unreadable`) : null),
+    );
   };
 
   const card = (run, i) => {
@@ -29,8 +88,8 @@
       el(
         ".run-head",
         {},
-        relay.compares ? el("span.swatch.big", { style: `background:var(--run-${i})` }) : null,
-        el("h1", {}, run.name),
+        relay.compares ? el("span.swatch.big", { style: `background:var(${relay.runColor(i)})` }) : null,
+        el(relay.many ? "h3" : "h1", {}, run.name),
         el(`span.state.state-${facts.state}`, {}, STATES[facts.state]),
       ),
       facts.description ? el("p.description", {}, facts.description) : null,
@@ -77,10 +136,8 @@
     );
   };
 
-  const arrow = ([first, last], digits) => {
-    const text = (value) => (Math.abs(value) < 1000 ? String(Number(value.toFixed(digits))) : number(value));
-    return [el("span.from", {}, `${text(first)} → `), text(last)];
-  };
+  const fixed = (value, digits) => (Math.abs(value) < 1000 ? String(Number(value.toFixed(digits))) : number(value));
+  const arrow = ([first, last], digits) => [el("span.from", {}, `${fixed(first, digits)} → `), fixed(last, digits)];
 
   const tile = (label, value, notes, kind = "") =>
     el(

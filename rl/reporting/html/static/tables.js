@@ -45,9 +45,9 @@
         el("h3", {}, `What differs between the runs (${differences.length})`),
         differences.length
           ? el(
-              "table.options",
+              relay.many ? "table.options.many" : "table.options",
               {},
-              el("tr", {}, el("th", {}, "option"), el("th", {}, relay.runName(0)), el("th", {}, relay.runName(1))),
+              el("tr", {}, el("th", {}, "option"), relay.runs.map((_, i) => el("th", {}, relay.runName(i)))),
               differences.map(({ path, values }) => el("tr", {}, el("td", {}, el("code", {}, path)), values.map((value) => el("td", {}, el("code", {}, value ?? "absent"))))),
             )
           : el("p.empty", {}, "Nothing."),
