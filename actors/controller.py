@@ -70,6 +70,7 @@ from rl.observability.metrics import (
 from rl.observability.recorder import Recorder
 from rl.observability.run_folder import RunFolder
 from rl.observability.sinks import RunSinks, open_sinks
+from rl.reporting.live import follow_run
 from rl.training.checkpoints.config import LoadSource, find_load_source, find_own_checkpoint
 from rl.training.checkpoints.files import (
     ADAPTER_FOLDER,
@@ -124,8 +125,14 @@ class Controller(Configurable):
             self._train(prepared)
             run_s = time.monotonic() - began_s
         folder = prepared.folder
-        records = read_metrics(folder.metrics)
-        print_line(describe_results(records, folder=folder, run_s=run_s, config=to_dict(config)))
+        summary = describe_results(
+            read_metrics(folder.metrics),
+            folder=folder,
+            run_s=run_s,
+            config=to_dict(config),
+            findings=_find_at_end(folder),
+        )
+        print_line(summary)
         return folder.path
 
     def _try_run(self) -> None:
@@ -213,6 +220,7 @@ class Training:
             title=self.folder.path.name,
             num_steps=self.config.loop.num_steps,
             settings=to_dict(self.config),
+            follow=partial(follow_run, self.folder.path),
         ) as sinks:
             while True:
                 try:
@@ -346,6 +354,15 @@ def _take_position(source: LoadSource) -> LoopPosition | None:
         return source.position
     # The checkpoint is another run's: this run has no record of its evaluation.
     return replace(source.position, evaluated=False)
+
+
+def _find_at_end(folder: RunFolder) -> dict[str, str]:
+    """Return what looks wrong in a finished run, a text for each kind of finding."""
+    try:
+        return follow_run(folder.path)()
+    except Exception as error:
+        logger.warning("findings failed: %r", error, exc_info=error)
+        return {}
 
 
 def _is_responsive(trainer: ActorGroup, error: Exception) -> bool:

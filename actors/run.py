@@ -285,13 +285,16 @@ def _record_events(prepared: PreparedRun) -> Iterator[None]:
 
     events = Events(folder.events)
     position = None if resumed is None else resumed.position
+    # Whether raw prompts are a fault depends on it, and the model may be gone when that is asked.
+    tokenizer = prepared.plan.renderer.tokenizer
+    has_template = bool(getattr(tokenizer, "chat_template", None))
     if prepared.request.resumes is None:
-        events.add("started")
+        events.add("started", chat_template=has_template)
     elif position is None:
-        events.add("resumed", step=0)
+        events.add("resumed", step=0, chat_template=has_template)
         print_line(FROM_THE_BEGINNING)
     else:
-        events.add("resumed", step=position.step)
+        events.add("resumed", step=position.step, chat_template=has_template)
         print_line(f"going on after step {position.step}")
 
     try:

@@ -8,8 +8,8 @@ round to round:
 
     off        no spans, no records, no rollouts
     timeline   spans
-    all        spans, metrics.jsonl, the console's lines, rollouts.jsonl, TensorBoard, W&B (offline)
-               and trackio
+    all        spans, metrics.jsonl, the console's lines and findings, rollouts.jsonl, TensorBoard,
+               W&B (offline) and trackio
     control    off again: the noise between equal sides
 
 A step ends when all of its output is written. `overhead` is the median over the rounds of a side's
@@ -28,6 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from rl.observability.metrics import MetricsWriter, Record, Sink
 from rl.observability.recorder import Recorder, RecorderConfig
 from rl.observability.sinks import RunSinks, SinksConfig, open_sinks
 from rl.observability.timeline import read_spans
+from rl.reporting.live import follow_run
 from rl.rollouts.group import Group, RolloutId
 from rl.rollouts.renderer import make_renderer
 from rl.rollouts.rewards import RewardProcess
@@ -140,6 +142,18 @@ class Sides:
                 time.sleep(0.0005)
 
 
+def open_all_sinks(folder: Path, *, num_steps: int) -> RunSinks:
+    """Return the sinks of a run in which all are enabled, and findings are looked for."""
+    return open_sinks(
+        SINKS,
+        folder=folder,
+        title="observed",
+        num_steps=num_steps,
+        stream=io.StringIO(),
+        follow=partial(follow_run, folder),
+    )
+
+
 async def measure(folder: Path, *, rounds: int, tokens: int) -> dict[str, list[float]]:
     """Return the seconds of each side's steps by round."""
     config, spec = tiny(), model_registry("tiny")
@@ -164,9 +178,7 @@ async def measure(folder: Path, *, rounds: int, tokens: int) -> dict[str, list[f
     recorded.start(folder / "logs", role="controller", rank=0, timeline=spans.TimelineConfig())
     recorder = SwitchedRecorder(folder / "rollouts.jsonl", config=RecorderConfig())
     metrics = MetricsWriter(folder / "metrics.jsonl")
-    opened = open_sinks(
-        SINKS, folder=folder, title="observed", num_steps=num_steps, stream=io.StringIO()
-    )
+    opened = open_all_sinks(folder, num_steps=num_steps)
     backend = LocalBackend(engine, spec=spec, hf_assets_path=str(assets), device="cpu")
     async with opened as told, backend as local:
         with told.show_attempt():

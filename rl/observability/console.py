@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +32,8 @@ ROWS_PER_HEADER = 20
 MAX_PROCESS_LINES = 12
 MIN_ROWS = 3
 """Steps that a low terminal shows at least."""
+MAX_FINDINGS, MAX_FINDING_LINES = 3, 3
+"""Findings below the live table, and lines of each."""
 GAP = "  "
 
 
@@ -174,6 +177,9 @@ class Console:
         """Show the title of a long operation while it runs."""
         return nullcontext()
 
+    def show_findings(self, texts: Mapping[str, str]) -> None:
+        """Show what looks wrong now: a text for each kind of finding. From any thread."""
+
 
 def make_console(
     config: ConsoleConfig, *, num_steps: int, logs: Path, title: str, stream: TextIO | None = None
@@ -200,6 +206,15 @@ class LineConsole(Console):
     def __init__(self, *, stream: TextIO | None = None) -> None:
         self._stream = stream
         self._num_rows = 0
+        self._kinds: set[str] = set()
+        """Kinds of the findings that were printed."""
+
+    def show_findings(self, texts: Mapping[str, str]) -> None:
+        for kind, text in texts.items():
+            # Its figures change with every step.
+            if kind not in self._kinds:
+                self._kinds.add(kind)
+                print_line(f"finding: {text}", stream=self._stream)
 
     def watch(self, title: str, /) -> AbstractContextManager[object]:
         return show_progress(title, stream=self._stream)
@@ -242,6 +257,7 @@ class LiveConsole(Console):
         self._rows: tuple[Record, ...] = ()
         self._phase: str | None = None
         self._evaluation: Record | None = None
+        self._findings: tuple[str, ...] = ()
         self._is_running = False
         # `inf`: the time left is estimated from all steps, not from the last seconds.
         self._progress = Progress(
@@ -288,6 +304,9 @@ class LiveConsole(Console):
             self._rows = (*self._rows, record)[-self._num_rows :]
             self._progress.update(self._steps, completed=reduce_metric(record["step"]))
 
+    def show_findings(self, texts: Mapping[str, str]) -> None:
+        self._findings = tuple(texts.values())
+
     @contextlib.contextmanager
     def watch(self, title: str, /) -> Iterator[None]:
         before, self._phase = self._phase, title
@@ -307,6 +326,7 @@ class LiveConsole(Console):
                     Text(f"evaluation: {_format_evaluation(self._evaluation)}", style="bold")
                 )
             below.append(self._progress)
+            below += self._list_findings(width=width)
             rows = self._rows
 
             # After the run the table stays on the terminal, without what was going on.
@@ -323,6 +343,22 @@ class LiveConsole(Console):
             return Group(Text(self._title, style="bold"), header, *table, *below)
         except Exception as error:  # noqa: BLE001  (the drawing thread must survive)
             return f"the run cannot be shown: {error!r}"
+
+    def _list_findings(self, *, width: int) -> list[RenderableType]:
+        from rich.text import Text
+
+        lines: list[RenderableType] = []
+        for text in self._findings[:MAX_FINDINGS]:
+            # Wrapped here, as the height of what is below the table must be known.
+            wrapped = textwrap.wrap(
+                replace_controls(f"finding: {text}"),
+                width=max(20, width),
+                max_lines=MAX_FINDING_LINES,
+                placeholder=" ...",
+                subsequent_indent=GAP,
+            )
+            lines += [Text(line, style="red", no_wrap=True) for line in wrapped]
+        return lines
 
     def _list_processes(self) -> list[RenderableType]:
         from rich.text import Text
@@ -380,8 +416,9 @@ def describe_results(
     folder: RunFolder,
     run_s: float,
     config: Mapping[str, Any] | None = None,
+    findings: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the last lines of a run: steps, time, evaluations, results and the bottleneck.
+    """Return the last lines of a run: steps, time, evaluations, results, findings, bottleneck.
 
     finished: 80 steps in 0:04:12
       evaluation      correct 0.375 -> 0.979 of 512 problems
@@ -390,6 +427,7 @@ def describe_results(
       LoRA adapter    outputs/x/checkpoints/adapter
       learning curve  outputs/x/learning_curve.png
       report          python -m rl.report outputs/x
+      finding         Replies are cut off. Since step 1 100% of the replies are cut off at 16 ...
       bottleneck      generation takes 61% of a step and reaches 8% of what the machine can do: ...
       would move it   --loop.max_off_policy_steps 1
     """
@@ -415,6 +453,8 @@ def describe_results(
             lines.append(f"  {title:<14}  {path}")
     if num_steps:
         lines.append(f"  report          {describe_program('report')} {folder.path}")
+    for text in (findings or {}).values():
+        lines.append(f"  finding         {text}")
 
     limit = find_bottleneck(compute_typical_step(records), config)
     if limit is not None:

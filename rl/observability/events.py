@@ -44,8 +44,9 @@ EventName = Literal[
     "stopped",
     "finished",
 ]
-"""started; resumed (step); lost (role, reason); recovered (role, after_s); went_back (to_step);
-checkpoint_damaged (set_aside: new name of its folder); stopped (reason); finished."""
+"""started (chat_template: True if the tokenizer has one); resumed (step, chat_template); lost
+(role, reason); recovered (role, after_s); went_back (to_step); checkpoint_damaged (set_aside: new
+name of its folder); stopped (reason); finished."""
 
 
 PACKAGES = (

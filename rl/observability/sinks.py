@@ -49,6 +49,7 @@ from rl.observability.prometheus import (
 )
 from rl.observability.run_folder import LOGS, METRICS, TENSORBOARD
 from rl.observability.spans import span
+from rl.observability.watcher import FindingsWatcher, FindNow
 from rl.utils.errors import StopRequestedError, warn_unwritten
 from rl.utils.extras import describe_install
 from rl.utils.threads import WorkerThread, run_in_thread
@@ -288,11 +289,16 @@ def open_sinks(
     num_steps: int,
     settings: Mapping[str, Any] | None = None,
     stream: TextIO | None = None,
+    follow: Callable[[], FindNow] | None = None,
 ) -> RunSinks:
     """Return the sinks that the config enables, which `check_sinks` has checked.
 
     No logger is opened before the first attempt. Dashboards show the title, and the run's config as
     the settings.
+
+    Args:
+        follow: returns the function that finds what looks wrong in the run, for the console; None:
+            nobody looks.
     """
     logs, values = folder / LOGS, dict(settings or {})
     loggers: list[MetricsLogger] = []
@@ -308,10 +314,14 @@ def open_sinks(
         loggers.append(TrackioLogger(config.trackio, title=title, run_id=run_id, settings=values))
     if config.prometheus.enable:
         loggers.append(PrometheusLogger(config.prometheus, title=title))
+    console = make_console(
+        config.console, num_steps=num_steps, logs=logs, title=title, stream=stream
+    )
+    if follow is not None and config.console.style != "off":
+        # In a thread like the loggers: what it reads and counts must not delay a step.
+        loggers.append(FindingsWatcher(follow=follow, show=console.show_findings))
     return RunSinks(
-        console=make_console(
-            config.console, num_steps=num_steps, logs=logs, title=title, stream=stream
-        ),
+        console=console,
         loggers=[QueuedLogger(each) for each in loggers],
         metrics=folder / METRICS,
         close_s=config.close_s,

@@ -11,7 +11,7 @@ files, is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +76,11 @@ class RunData:
     def get_setting(self, path: str, default: Any = None) -> Any:
         """Return a value of the config by its dotted path, such as `loop.max_off_policy_steps`."""
         return get_value_at(self.config.get("values", {}), path, default)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True if the run has recorded that its tokenizer has a chat template."""
+        return any(event.get("chat_template") is True for event in self.events)
 
     def get_number(self, path: str, default: float) -> float:
         """Return a value of the config that is a number, or else the default."""
@@ -142,10 +147,14 @@ def _read_records(
     steps: dict[int, dict[str, float]] = {}
     evaluations: dict[int, dict[str, float]] = {}
     for record in _read_lines(folder / METRICS, problems, read_record):
-        is_evaluation = any(name.startswith("eval/") for name in record)
         # A run that went back to a checkpoint writes its steps again.
-        (evaluations if is_evaluation else steps)[int(record["step"])] = record
+        (evaluations if is_evaluation(record) else steps)[int(record["step"])] = record
     return _sort_by_step(steps), _sort_by_step(evaluations)
+
+
+def is_evaluation(record: Mapping[str, float]) -> bool:
+    """Return whether a record of metrics.jsonl is of an evaluation, and not of a step."""
+    return any(name.startswith("eval/") for name in record)
 
 
 def _sort_by_step(records: dict[int, dict[str, float]]) -> list[dict[str, float]]:
@@ -167,20 +176,31 @@ def _read_rollouts(folder: Path, problems: list[str], *, tokens_mb: float) -> li
     """Number of each recorded step, in the order of the files."""
 
     def take(line: dict[str, Any]) -> dict[str, Any] | None:
-        rollout = _drop_none(line)
-        if not _is_rollout(rollout):
+        rollout = read_rollout(line)
+        if rollout is None:
             return None
         number = numbers.setdefault(rollout["step"], len(numbers))
-        has_tokens = number % keep_every == 0
-        rollout["turns"] = [
-            _drop_none(turn, drop=() if has_tokens else TOKEN_FIELDS) for turn in rollout["turns"]
-        ]
-        return rollout
+        return rollout if number % keep_every == 0 else drop_tokens(rollout)
 
     rollouts = []
     for file in files:
         rollouts += _read_lines(file, problems, take)
     return rollouts
+
+
+def read_rollout(line: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the fields of a line of rollouts.jsonl that have a value; None for another line."""
+    rollout = _drop_none(line)
+    if not _is_rollout(rollout):
+        return None
+    rollout["turns"] = [_drop_none(turn) for turn in rollout["turns"]]
+    return rollout
+
+
+def drop_tokens(rollout: dict[str, Any]) -> dict[str, Any]:
+    """Return the rollout with texts and rewards only."""
+    turns = [_drop_none(turn, drop=TOKEN_FIELDS) for turn in rollout["turns"]]
+    return {**rollout, "turns": turns}
 
 
 def _drop_none(fields: dict[str, Any], *, drop: Sequence[str] = ()) -> dict[str, Any]:

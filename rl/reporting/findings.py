@@ -29,15 +29,14 @@ from rl.reporting.evidence import (
     show_rollout,
 )
 from rl.reporting.generator_rules import find_stale_generator, find_stop
+from rl.reporting.learning_rules import find_no_signal, find_no_update, is_solved, show_last_group
 from rl.reporting.reward_rules import find_reward_hacking
 
-ENTROPY, EQUAL, CORRECT = "loss/entropy_mean", "reward/equal_groups", "reward/correct"
+ENOUGH_STEPS = 10
+"""Steps after which every rule can tell; a shorter run may be too short for a finding."""
+ENTROPY, CORRECT = "loss/entropy_mean", "reward/correct"
 COLLAPSED = 0.1
 """Share of the first entropy that counts as collapsed."""
-SOLVED = 0.9
-"""Share of correct replies that counts as solved."""
-NO_VARIANCE = 0.9
-"""Share of groups with equal rewards that leaves too little to learn from."""
 MIN_STEPS = 5
 FAILED_SHARE = 0.02
 """Share of a step's rewards that may fail."""
@@ -53,12 +52,18 @@ MIN_DIFFERENT = 0.1
 """Share of a step's pairs that must have different rewards."""
 MAX_PAIRS = 2000
 """Pairs of a step that are compared."""
+SLOW_SCORE = 0.4
+"""Share of a step that scoring takes if it is slow, and the largest part of the step."""
+SLOW_SCORE_S = 0.5
+"""Seconds of scoring in a step below which nobody waits for it."""
+NUM_FIRST_STEPS = 2
+"""First steps of a run, in which the reward functions are imported and everything compiles."""
 
 
 def find_collapsed_entropy(run: RunData) -> Finding | None:
     """Find an entropy that has collapsed before the task was solved."""
     entropy = read_series(run.steps, ENTROPY)
-    if len(entropy) < 2 * MIN_STEPS or _is_solved(run):
+    if len(entropy) < 2 * MIN_STEPS or is_solved(run):
         return None
     # A single first value is noisy.
     start = median(entropy.values[:3])
@@ -80,55 +85,9 @@ def find_collapsed_entropy(run: RunData) -> Finding | None:
             "checkpoint."
         ),
         evidence=show(
-            entropy, read_series(run.steps, CORRECT), rollouts=_show_last_group(run, since)
+            entropy, read_series(run.steps, CORRECT), rollouts=show_last_group(run, since)
         ),
     )
-
-
-def find_no_variance(run: RunData) -> Finding | None:
-    """Find a run in which nearly all groups have equal rewards although the task is not solved."""
-    equal = read_series(run.steps, EQUAL)
-    since = equal.find_lasting(lambda value: value >= NO_VARIANCE, hold=MIN_STEPS)
-    # A few steps at the end may be chance, and a solved task has equal rewards by nature.
-    if since is None or len(equal.select_from(since)) < MIN_STEPS or _is_solved(run):
-        return None
-    return Finding(
-        kind="no_reward_variance",
-        title="Groups have equal rewards",
-        since_step=since,
-        sentence=(
-            f"Since step {since} all replies of a group earn the same in "
-            f"{equal.select_from(since).last_level:.0%} of the groups: their advantages are 0, and "
-            "they teach nothing."
-        ),
-        advice=(
-            "Problems of another difficulty (docs/tasks.md, by pass rate), "
-            "loop.drop_zero_advantage_groups, more samples of a prompt, or a reward with more "
-            "levels between wrong and right."
-        ),
-        evidence=show(
-            equal,
-            read_series(run.steps, "reward/mean"),
-            read_series(run.steps, CORRECT),
-            rollouts=_show_last_group(run, since),
-        ),
-    )
-
-
-def _is_solved(run: RunData) -> bool:
-    correct = read_series(run.steps, CORRECT)
-    return len(correct) > 0 and correct.last_level >= SOLVED
-
-
-def _show_last_group(run: RunData, since: int) -> list[RolloutEvidence]:
-    """Return up to three replies to the problem that was recorded last."""
-    lines = [r for r in select_kind(run.rollouts, "train", "dropped") if r["step"] >= since]
-    group = []
-    for line in lines:
-        last = lines[-1]
-        if (line["step"], line.get("problem")) == (last["step"], last.get("problem")):
-            group.append(show_rollout(line, note=f"reward {line.get('reward')}"))
-    return group[:3]
 
 
 def find_failed_rewards(run: RunData) -> Finding | None:
@@ -156,6 +115,44 @@ def find_failed_rewards(run: RunData) -> Finding | None:
             "docs/rewards.md; loop.max_failed_rewards stops a run in which too many rewards fail."
         ),
         evidence=show(failed, rollouts=examples),
+    )
+
+
+def find_slow_reward(run: RunData) -> Finding | None:
+    """Find scoring that takes most of a step's time."""
+    seconds = read_series(run.steps[NUM_FIRST_STEPS:], "time/score_s")
+    share_of_step = {}
+    for record in run.steps[NUM_FIRST_STEPS:]:
+        score_s, step_s = record.get("time/score_s", 0.0), record.get("time/step_s", math.nan)
+        others = [record.get(f"time/{part}_s", 0.0) for part in ("generate", "train", "publish")]
+        if score_s >= max(*others, SLOW_SCORE_S) and step_s > 0:
+            share_of_step[int(record["step"])] = score_s / step_s
+        else:
+            share_of_step[int(record["step"])] = 0.0
+    shares = make_series("share of a step in which the loop waits for rewards", share_of_step)
+    since = shares.find_lasting(lambda share: share >= SLOW_SCORE, hold=3)
+    if since is None or len(shares.select_from(since)) < 3:
+        return None
+    num_procs = run.get_number("reward.num_procs", 0)
+    value = f" {2 * max(1, num_procs):.0f}" if "reward" in run.config.get("values", {}) else ""
+    return Finding(
+        kind="slow_reward",
+        title="The reward is slow",
+        since_step=since,
+        sentence=(
+            f"Since step {since} the run waits {seconds.select_from(since).last_level:.3g} s of "
+            f"each step for rewards, {shares.select_from(since).last_level:.0%} of it."
+        ),
+        advice=(
+            f"`--reward.num_procs{value}` scores more replies at a time; an async function "
+            "overlaps the calls of a judge or another server (docs/rewards.md)."
+        ),
+        evidence=show(
+            shares,
+            seconds,
+            read_series(run.steps, "time/generate_s"),
+            read_series(run.steps, "time/train_s"),
+        ),
     )
 
 
@@ -338,11 +335,19 @@ RULES: tuple[Callable[[RunData], Finding | None], ...] = (
     find_stale_generator,
     find_reward_hacking,
     find_length_drift,
+    find_no_signal,
+    find_no_update,
     find_collapsed_entropy,
-    find_no_variance,
     find_failed_rewards,
+    find_slow_reward,
 )
 KINDS = (
+    "wrong_template",
+    "replies_cut_off",
+    "unparsed_replies",
+    "never_right",
+    "no_reward_variance",
+    "nothing_learned",
     "not_finite",
     "stale_generator",
     "logprob_difference",
@@ -350,8 +355,8 @@ KINDS = (
     "reward_not_correct",
     "length_drift",
     "collapsed_entropy",
-    "no_reward_variance",
     "failed_rewards",
+    "slow_reward",
 )
 
 

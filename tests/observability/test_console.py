@@ -130,6 +130,55 @@ def test_output_to_a_file_has_plain_lines(tmp_path, monkeypatch):
     assert lines[-1] == "finished: 20 steps"
 
 
+FOUND = {
+    "replies_cut_off": "Replies are cut off. Since step 1 100% of the replies are cut off at 4 "
+    "tokens, before they end, and 0% are right. `--loop.sampling.max_tokens 8`, or a prompt that "
+    "asks for short replies.",
+    "slow_reward": "The reward is slow. Since step 3 ...",
+}
+
+
+def test_finding_is_a_line_when_it_first_arises():
+    stream = io.StringIO()
+    console = LineConsole(stream=stream)
+    text = FOUND["replies_cut_off"]
+    console.show_findings({"replies_cut_off": text})
+    console.show_findings({})
+    console.show_findings({"replies_cut_off": text.replace("100%", "99%")})
+    console.show_findings(FOUND)
+    assert stream.getvalue().splitlines() == [
+        f"finding: {text}",
+        "finding: The reward is slow. Since step 3 ...",
+    ]
+
+
+@pytest.mark.parametrize(("height", "num_rows"), [(40, 12), (12, 5)])
+def test_findings_stand_below_the_live_table_within_its_width(tmp_path, height, num_rows):
+    live = LiveConsole(
+        title="try-1", num_steps=80, num_rows=12, logs=tmp_path, stream=io.StringIO()
+    )
+    with live.show([{"step": step, "reward/mean": 0.5} for step in range(40)]):
+        live.show_findings(FOUND)
+        lines = as_lines(live._draw(width=90, height=height), width=90, height=height)
+        assert len(lines) <= height
+        assert max(map(len, lines)) <= 90
+        below = lines[2 + num_rows + 1 :]
+        assert [line.rstrip() for line in below] == [
+            "finding: Replies are cut off. Since step 1 100% of the replies are cut off at 4 "
+            "tokens,",
+            "  before they end, and 0% are right. `--loop.sampling.max_tokens 8`, or a prompt that "
+            "asks",
+            "  for short replies.",
+            "finding: The reward is slow. Since step 3 ...",
+        ]
+        live.show_findings({})
+        assert not [
+            line
+            for line in as_lines(live._draw(width=90, height=height), width=90, height=height)
+            if "finding" in line
+        ]
+
+
 @pytest.mark.parametrize(("width", "num"), [(90, 9), (89, 8), (60, 6), (10, 1)])
 def test_narrow_terminal_shows_the_first_columns(width, num):
     assert fit_columns(width) == list(COLUMNS[:num])

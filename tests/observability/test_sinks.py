@@ -18,6 +18,7 @@ from rl.observability.metrics import Mean
 from rl.observability.recorder import RecorderConfig
 from rl.observability.sinks import QueuedLogger, SinksConfig, open_sinks
 from rl.observability.spans import TimelineConfig
+from rl.observability.watcher import FindingsWatcher
 
 # Config
 
@@ -184,6 +185,71 @@ def test_logger_that_hangs_at_every_record_delays_no_step(tmp_path):
 
     assert asyncio.run(run()) < 3.0  # a record that is written in the loop's thread waits for ever
     release.set()
+
+
+def test_watcher_looks_as_often_as_its_share_of_the_time_allows():
+    now_s, looks, shown = 0.0, [], []
+
+    def find_now():
+        nonlocal now_s
+        looks.append(now_s)
+        now_s += 0.01
+        return {} if len(looks) < 2 else {"slow_reward": "slow"}
+
+    watcher = FindingsWatcher(follow=lambda: find_now, show=shown.append, clock=lambda: now_s)
+    watcher.open(None)
+    for step in range(1, 21):
+        watcher.write(step, {"reward/mean": 0.5}, row=2 * step)
+        now_s += 0.5
+    # A look takes 0.01 s, half a percent of the 2 s until the next.
+    assert looks == pytest.approx([0.0, 2.01, 4.02, 6.03, 8.04], abs=0.6)
+    assert shown == [{"slow_reward": "slow"}]
+    watcher.close(failed=True)  # of what came after the last look
+    watcher.close(failed=True)
+    assert len(looks) == 6
+    watcher.open(8)
+    watcher.write(9, {"reward/mean": 0.5}, row=18)
+    assert len(looks) == 7
+
+
+def test_findings_of_a_run_reach_its_console(tmp_path):
+    stream = io.StringIO()
+
+    async def run():
+        async with open_sinks(
+            SinksConfig(),
+            folder=tmp_path,
+            title="try-1",
+            num_steps=9,
+            stream=stream,
+            follow=lambda: lambda: {"slow_reward": "The reward is slow."},
+        ) as sinks:
+            with sinks.show_attempt():
+                sinks.write({"step": 1, "reward/mean": 0.5})
+
+    asyncio.run(run())
+    assert stream.getvalue().splitlines()[-1] == "finding: The reward is slow."
+
+
+def test_rule_that_fails_stops_nothing(tmp_path, caplog):
+    def fail():
+        raise KeyError("reward/std")
+
+    async def run():
+        async with open_sinks(
+            SinksConfig(),
+            folder=tmp_path,
+            title="try-1",
+            num_steps=9,
+            stream=io.StringIO(),
+            follow=lambda: fail,
+        ) as sinks:
+            with sinks.show_attempt():
+                for step in (1, 2, 3):
+                    sinks.write({"step": step, "reward/mean": 0.5})
+
+    asyncio.run(run())
+    assert "findings failed: KeyError: 'reward/std'; training goes on" in caplog.text
 
 
 class ClosedTerminal(io.StringIO):

@@ -40,6 +40,24 @@ def test_summary_has_evaluations_and_results(tmp_path):
         )
 
 
+def test_findings_follow_the_report(tmp_path):
+    step = {"step": 1, "time/step_s": 10.0, "time/score_s": 9.0, "time/train_s": 1.0}
+    with RunFolder.create(tmp_path, "run") as folder:
+        text = describe_results(
+            [step],
+            folder=folder,
+            run_s=1.0,
+            findings={"slow_reward": "The reward is slow. Since step 3 ...", "x": "Another."},
+        )
+    _, report, *rest = text.splitlines()
+    assert report.startswith("  report          ")
+    assert rest[:2] == [
+        "  finding         The reward is slow. Since step 3 ...",
+        "  finding         Another.",
+    ]
+    assert rest[2].startswith("  bottleneck      ")
+
+
 def test_bottleneck_comes_last(tmp_path):
     step = {"step": 1, "time/step_s": 10.0, "time/score_s": 9.0, "time/train_s": 1.0}
     with RunFolder.create(tmp_path, "run") as folder:

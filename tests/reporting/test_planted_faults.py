@@ -9,11 +9,12 @@ warmed up on demonstrations of which half are right, and which go on with some `
 import asyncio
 import json
 import string
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from losses.policy import GRPOLoss
 from rl.config.json import to_dict
 from rl.local import LocalBackend
 from rl.loop.warmup import SupervisedWarmup
@@ -28,10 +29,11 @@ from rl.observability.run_folder import RunFolder
 from rl.reporting.data import read_run
 from rl.reporting.evidence import RolloutEvidence, Series
 from rl.reporting.findings import find
+from rl.reporting.live import follow_run
 from rl.rollouts.environment import Environments
 from rl.rollouts.episode import Sampling
 from rl.rollouts.renderer import RendererConfig, make_renderer
-from rl.rollouts.rubric import Criterion, Rubric
+from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
 from rl.tasks.generated import GeneratedTask
 from rl.training.checkpoints.config import CheckpointConfig
 from rl.training.config import TrainingConfig
@@ -104,12 +106,12 @@ class StaleBackend(LocalBackend):
             del self._pushed[version]
 
 
-def open_model(folder):
+def open_model(folder, *, engine=ENGINE):
     """Return a backend with the folder's model, and its renderer."""
     tokenizer, ends = open_tokenizer(folder)
     renderer = make_renderer(RendererConfig(kind="raw"), tokenizer=tokenizer, stop_token_ids=ends)
     torch.manual_seed(0)
-    return StaleBackend(ENGINE, spec=SPEC, hf_assets_path=str(folder), device="cpu"), renderer
+    return StaleBackend(engine, spec=SPEC, hf_assets_path=str(folder), device="cpu"), renderer
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +132,18 @@ def start(tmp_path_factory):
     return folder / "warm"
 
 
-async def train(start, folder, *, rubric, last_fresh):
+async def train(
+    start,
+    folder,
+    *,
+    rubric,
+    last_fresh,
+    engine=ENGINE,
+    num_steps=STEPS,
+    max_tokens=MAX_TOKENS,
+):
     """Train the warmed-up model; `last_fresh` is the last version that reaches the generator."""
-    backend, renderer = open_model(start)
+    backend, renderer = open_model(start, engine=engine)
     backend.last_fresh = last_fresh
     async with backend as local:
         loop, _ = make_loop(
@@ -141,11 +152,11 @@ async def train(start, folder, *, rubric, last_fresh):
             renderer=renderer,
             task=TASK,
             checkpoint=CheckpointConfig(enable=False),
-            num_steps=STEPS,
+            num_steps=num_steps,
             groups_per_batch=16,
             group_size=8,
             eval_every=10,
-            sampling=Sampling(max_tokens=MAX_TOKENS),
+            sampling=Sampling(max_tokens=max_tokens),
         )
         loop.recorder = Recorder(folder.rollouts, config=RecorderConfig())
         values = {"loop": to_dict(loop.config)}
@@ -182,15 +193,19 @@ def from_faulty_step(fault, *, sound):
     return reward
 
 
-def findings_of(start, folder, *, rubric=HEALTHY, last_fresh=float("inf")):
+def findings_of(start, folder, *, rubric=HEALTHY, last_fresh=float("inf"), **settings):
     """Return the findings of a finished run."""
     with RunFolder.create(folder, "run") as made:
-        asyncio.run(train(start, made, rubric=rubric, last_fresh=last_fresh))
+        asyncio.run(train(start, made, rubric=rubric, last_fresh=last_fresh, **settings))
         made.mark_finished()
     run = read_run(made.path)
     assert run.status == "finished"
-    assert [record["step"] for record in run.steps] == list(range(1, STEPS + 1))
-    return run, find(run)
+    num_steps = settings.get("num_steps", STEPS)
+    assert [record["step"] for record in run.steps] == list(range(1, num_steps + 1))
+    findings = find(run)
+    # What is said during the run is what its report says.
+    assert list(follow_run(made.path)()) == [finding.kind for finding in findings]
+    return run, findings
 
 
 def of_kind(findings, kind):
@@ -221,6 +236,58 @@ def test_healthy_run_learns_and_has_no_findings(start, tmp_path):
     run, findings = findings_of(start, tmp_path)
     assert findings == []
     assert run.steps[-1]["reward/correct"] > run.steps[0]["reward/correct"] + 0.25
+
+
+def answer_of_whole_reply(rollout):
+    return answer(rollout) * (not rollout.completion.is_cut_off)
+
+
+def answer_after_mark(rollout):
+    """Look for the answer where no reply has one."""
+    if "#" not in rollout.text:
+        raise UnparsedAnswer("no #")
+    return answer(rollout)
+
+
+def never(rollout):
+    return 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class FlatLoss(GRPOLoss):
+    """Loss whose gradient is 0."""
+
+    def __call__(self, inputs):
+        output = GRPOLoss.__call__(self, inputs)
+        return replace(output, loss_sum=0.0 * output.loss_sum)
+
+
+def with_correct(function):
+    """Return a rubric in which a reply is right if it earns the whole reward."""
+    return Rubric(criteria=(Criterion(name="answer", function=function),))
+
+
+STILL = replace(ENGINE, optimizer=replace(ENGINE.optimizer, lr=0.0))
+BEGINNERS = {
+    "replies_cut_off": {"rubric": with_correct(answer_of_whole_reply), "max_tokens": 1},
+    "unparsed_replies": {"rubric": with_correct(answer_after_mark)},
+    "never_right": {"rubric": with_correct(never)},
+    "nothing_learned": {"engine": STILL},
+}
+
+
+@pytest.mark.parametrize(("kind", "fault"), BEGINNERS.items(), ids=BEGINNERS)
+def test_fault_of_a_beginner_is_named_within_ten_steps(start, tmp_path, kind, fault):
+    _, findings = findings_of(start, tmp_path, num_steps=10, **fault)
+    assert [finding.kind for finding in findings] == [kind]
+    assert findings[0].since_step <= 3
+
+
+def test_loss_without_a_gradient_is_named_within_ten_steps(start, tmp_path):
+    _, findings = findings_of(
+        start, tmp_path, num_steps=10, engine=replace(ENGINE, loss=FlatLoss())
+    )
+    assert [finding.title for finding in findings] == ["The gradient is 0"]
 
 
 def test_reward_that_pays_for_a_pattern_is_found(start, tmp_path):

@@ -21,9 +21,13 @@ def test_two_hosts_train_a_mixture_while_two_others_generate_at_most_one_step_ah
         "--loop.eval_every", "3", "--launch.hosts", "process", "--launch.trainer_hosts", "2",
         "--trainer.num_procs", "2", "--trainer.parallelism.data_parallel_shard_degree", "2",
         "--generator.num_replicas", "2", "--generator.on_update", "keep",
+        # Random replies do not end within four tokens, which is found and told.
+        "--loop.sampling.max_tokens", "4",
         limit_s=LIMIT_S,
     )  # fmt: skip
     assert run.status == 0, run.output
+    assert "\nfinding: Replies are cut off. Since step 1 " in run.output
+    assert "\n  finding         Replies are cut off. Since step 1 " in run.output
     steps = run.steps
     assert [step["step"] for step in steps] == list(range(1, 7))
     assert [step["policy_version"] for step in steps] == list(range(1, 7))

@@ -149,6 +149,7 @@ def test_finished_run_ends_with_its_summary(learned_run):
     finished, _, checkpoint, *_ = run.output.splitlines()[-8:]
     assert finished.startswith(f"finished: {len(run.steps)} steps in ")
     assert checkpoint.endswith(f" {run.folder}/checkpoints/step-{len(run.steps)}")
+    assert "finding" not in run.output
 
 
 def _logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:

@@ -56,9 +56,10 @@ def collect_facts(run: RunData, *, is_alive: bool | None) -> dict[str, Any]:
         "state": describe_state(run, is_alive=is_alive),
         "started": run.events[0]["time"] if run.events else None,
         "step": last.get("step"),
+        "num_recorded": len(run.steps),
         "num_steps": run.get_setting("loop.num_steps"),
-        "reward": _find_first_and_last(run.steps, "reward/mean"),
-        "evaluation": _find_first_and_last(run.evaluations, "eval/correct"),
+        "reward": _find_ends(run.steps, "reward/mean"),
+        "evaluation": _find_ends(run.evaluations, "eval/correct"),
         "num_problems": num_problems[-1] if num_problems else None,
         "step_s": usual.get("time/step_s"),
         "training_s": sum(_select_finite(run.steps, "time/step_s")),
@@ -133,9 +134,12 @@ def _select_finite(records: Iterable[Mapping[str, float]], name: str) -> list[fl
     return [record[name] for record in records if name in record and math.isfinite(record[name])]
 
 
-def _find_first_and_last(records: Records, name: str) -> list[float] | None:
+def _find_ends(records: Records, name: str) -> list[float] | None:
+    """Return the first and the last value, a single one where there are no others, or None."""
     values = _select_finite(records, name)
-    return [values[0], values[-1]] if values else None
+    if len(values) > 1:
+        return [values[0], values[-1]]
+    return values or None
 
 
 # Curves

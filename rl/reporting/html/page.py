@@ -24,7 +24,7 @@ from markupsafe import Markup
 from rl.observability.machine import compute_typical_step, find_bottleneck
 from rl.observability.spans import read_states
 from rl.reporting.data import TOKENS_MB, RunData, read_run
-from rl.reporting.findings import KINDS, find
+from rl.reporting.findings import ENOUGH_STEPS, KINDS, find
 from rl.reporting.html.groups import group_runs, name_group, pack_bands
 from rl.reporting.html.overview import (
     MAX_POINTS,
@@ -98,6 +98,7 @@ def write_report(
     report = {
         "written": written_s,
         "looked_for": [kind.replace("_", " ") for kind in KINDS],
+        "enough_steps": ENOUGH_STEPS,
         "runs": shown,
         "lines": _list_lines(shown, curves, blocks, max_points=max_points),
         "differences": compare_configs([run["config"] for run in shown]),

@@ -253,6 +253,45 @@ def test_page_of_many_runs_fits_the_window(width, chromium, seeds):
         assert seen.errors == []
 
 
+def test_short_run_is_too_short_to_tell(chromium, tmp_path):
+    folder = make_run(tmp_path / "short", MadeRun(num_steps=3))
+    with opened(chromium, reported(folder)) as seen:
+        said = seen.texts("#findings .healthy")[0]
+        assert said.startswith(
+            "Too short to tell: 3 steps are recorded, and some rules need 10. Looked for: wrong "
+            "template, replies cut off, "
+        )
+        assert seen.errors == []
+
+
+def test_single_evaluation_is_one_value_and_no_curve(chromium, tmp_path):
+    folder = make_run(tmp_path / "once", MadeRun(num_steps=12))
+    metrics = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    kept = [line for line in lines if "eval/correct" not in line or line["step"] == 0]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    with opened(chromium, reported(folder)) as seen:
+        tile = seen.page.locator("#overview .tile", has_text="evaluation, correct")
+        value = f"{kept[0]['eval/correct']:.3f}".rstrip("0")
+        assert tile.locator(".tile-value").inner_text() == value
+        assert "the only evaluation" in tile.inner_text()
+        seen.page.locator("#curves summary", has_text="eval").click()
+        card = seen.page.locator("#curves .card[data-metric='eval/correct']")
+        assert card.locator(".single").inner_text().replace("\n", "") == f"{value} at step 0"
+        assert card.locator(".chart").count() == 0
+        legend = seen.texts("#curves .legend span")
+        assert f"correct, held-out (greedy): {value} at step 0" in legend
+        assert seen.errors == []
+
+
+def test_words_that_need_it_are_explained(whole):
+    whole.go("time", ".share")
+    share = whole.page.locator("#time .share", has_text="of the limit").first
+    assert "fastest speed that was measured" in (share.get_attribute("title") or "")
+    tile = whole.page.locator("#overview .tile", has_text="generator")
+    assert "compute the logprob of each token" in (tile.get_attribute("title") or "")
+
+
 def test_finding_is_on_top_marked_on_the_curves_and_links_to_its_reply(chromium, tmp_path):
     folder = make_run(tmp_path / "hacked", MadeRun(hacked_from=20))
     with opened(chromium, reported(folder)) as seen:

@@ -65,6 +65,20 @@ def test_facts_ignore_missing_and_infinite_numbers():
     assert (told["config"], told["model"]) == ("m.f", "tiny")
 
 
+def test_single_evaluation_and_step_are_single_values():
+    told = collect_facts(
+        run(
+            steps=[step(1, **{"reward/mean": 0.25})],
+            evaluations=[{"step": 0, "eval/correct": 0.4}],
+        ),
+        is_alive=None,
+    )
+    assert told["evaluation"] == [0.4]
+    assert told["reward"] == [0.25]
+    assert told["num_recorded"] == 1
+    assert collect_facts(run(), is_alive=None)["evaluation"] is None
+
+
 @pytest.mark.parametrize(
     ("status", "last", "is_alive", "expected"),
     [

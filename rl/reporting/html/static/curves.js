@@ -166,7 +166,8 @@
     );
 
   const card = (title, note, lines, marks, metric = title) => {
-    const host = el("div");
+    const isSingle = lines.every((line) => line.x.length < 2);
+    const host = isSingle ? single(lines) : el("div");
     const bad = lines.reduce((sum, line) => sum + (line.bad || 0), 0);
     const widen = () => {
       const wide = box.classList.toggle("wide");
@@ -182,17 +183,29 @@
         ".card-head",
         {},
         el("h3", {}, title),
-        el("span.last", {}, lastOf(lines)),
-        el("button.ghost", { type: "button", title: "larger or smaller", "aria-label": `${title} larger or smaller`, onclick: widen }, "⤢"),
+        isSingle ? null : el("span.last", {}, lastOf(lines)),
+        isSingle ? null : el("button.ghost", { type: "button", title: "larger or smaller", "aria-label": `${title} larger or smaller`, onclick: widen }, "⤢"),
       ),
       note ? el(".card-note", {}, note) : null,
       host,
-      !relay.many && lines.length > (relay.compares ? 2 : 1) ? legend(lines) : null,
+      !isSingle && !relay.many && lines.length > (relay.compares ? 2 : 1) ? legend(lines) : null,
       bad ? el(".card-note.bad", {}, `${number(bad)} values are not finite and left out`) : null,
     );
-    relay.chart(host, { lines, marks, height });
+    if (!isSingle) relay.chart(host, { lines, marks, height });
     return box;
   };
+
+  const valueOf = (line) => (line.y[0] === null || line.y[0] === undefined ? "not finite" : number(line.y[0], 3));
+
+  // A single value is no curve.
+  const single = (lines) =>
+    el(
+      ".single",
+      {},
+      lines.map((line) =>
+        el("div", {}, el("b", {}, valueOf(line)), el("span.card-note", {}, ` at step ${number(line.x[0])}${lines.length > 1 ? `: ${line.label}` : ""}`)),
+      ),
+    );
 
   // Of one metric: the colour says which run it is of.
   const byRun = (lines) => {
@@ -204,9 +217,10 @@
     el(
       ".legend",
       {},
-      lines.map((line) =>
-        el("span", {}, el(`i.stroke${line.dash ? ".dashed" : ""}`, { style: `--stroke:var(${line.color})` }), line.label),
-      ),
+      lines.map((line) => {
+        const label = line.x.length === 1 ? `${line.label}: ${valueOf(line)} at step ${number(line.x[0])}` : line.label;
+        return el("span", {}, el(`i.stroke${line.dash ? ".dashed" : ""}`, { style: `--stroke:var(${line.color})` }), label);
+      }),
     );
 
   // Of the last metric, in each run that has it.

@@ -10,6 +10,11 @@
     unknown: "not known whether it finished",
   };
 
+  const IDENTICAL =
+    "Trainer and generator compute the logprob of each token on their own. Here both had the same bits for every token of every step, so the policy that is trained is the one that wrote the replies.";
+  const DIFFERENT =
+    "Trainer and generator compute the logprob of each token on their own. Rounding makes small differences: up to 1e-6 in float32, a few hundredths in bfloat16. Larger ones mean other weights or other settings.";
+
   relay.overview = (host) => {
     const cards = relay.runs.map(card);
     if (relay.many) {
@@ -37,7 +42,7 @@
   const bandRow = (line, k) => {
     const facts = line.runs.map((i) => relay.runs[i].facts);
     const spread = (name) => {
-      const values = facts.map((of) => of[name]?.[1]).filter((value) => typeof value === "number");
+      const values = facts.map((of) => of[name]?.at(-1)).filter((value) => typeof value === "number");
       if (!values.length) return "–";
       const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
       return `${fixed(mean, 3)} (${fixed(Math.min(...values), 3)} … ${fixed(Math.max(...values), 3)})`;
@@ -104,9 +109,12 @@
         facts.evaluation
           ? tile("evaluation, correct", arrow(facts.evaluation, 3), [
               facts.num_problems ? `${number(facts.num_problems)} held-out problems` : null,
+              facts.evaluation.length < 2 ? "the only evaluation" : null,
             ])
           : null,
-        facts.reward ? tile("reward, mean", arrow(facts.reward, 3), ["first and last step"]) : null,
+        facts.reward
+          ? tile("reward, mean", arrow(facts.reward, 3), [facts.reward.length < 2 ? "the only step" : "first and last step"])
+          : null,
         facts.samples_per_s
           ? tile("samples / s", number(facts.samples_per_s, 3), [
               `${number(facts.generated_tokens_per_s, 3)} tokens/s generated, ${number(facts.trained_tokens_per_s, 3)} trained`,
@@ -118,6 +126,8 @@
               "trainer − generator",
               facts.logprob_diff_max === 0 ? "identical" : number(facts.logprob_diff_max, 3),
               [facts.logprob_diff_max === 0 ? "logprobs, bit for bit, every step" : "nats, the largest of any token"],
+              "",
+              facts.logprob_diff_max === 0 ? IDENTICAL : DIFFERENT,
             ),
         facts.num_lost || facts.num_went_back
           ? tile("losses", number(facts.num_lost), [
@@ -137,12 +147,16 @@
   };
 
   const fixed = (value, digits) => (Math.abs(value) < 1000 ? String(Number(value.toFixed(digits))) : number(value));
-  const arrow = ([first, last], digits) => [el("span.from", {}, `${fixed(first, digits)} → `), fixed(last, digits)];
+  // Of the first and the last value; a single one has come from nowhere.
+  const arrow = (values, digits) => {
+    const [first, last] = values;
+    return values.length < 2 ? fixed(first, digits) : [el("span.from", {}, `${fixed(first, digits)} → `), fixed(last, digits)];
+  };
 
-  const tile = (label, value, notes, kind = "") =>
+  const tile = (label, value, notes, kind = "", title = null) =>
     el(
       `.tile${kind ? `.${kind}` : ""}`,
-      {},
+      { title },
       el(".tile-label", {}, label),
       el(".tile-value", {}, value),
       notes.filter(Boolean).map((note) => el(".tile-note", {}, note)),
@@ -153,9 +167,9 @@
       if (!run.findings.length) {
         body.append(
           el(
-            ".healthy",
+            run.facts.num_recorded < relay.report.enough_steps ? ".healthy.unknown" : ".healthy",
             {},
-            el("b", {}, run.facts.step ? "Nothing looks wrong." : "No step is done yet."),
+            el("b", {}, verdict(run.facts)),
             run.facts.step ? ` Looked for: ${relay.report.looked_for.join(", ")}.` : "",
           ),
         );
@@ -163,6 +177,15 @@
       }
       body.append(el(".findings", {}, run.findings.map((finding, n) => findingCard(finding, n, i))));
     }, { count: (run) => run.findings.length });
+
+  // Rules look at several steps: what a short run does not show is not absent.
+  const verdict = ({ step, num_recorded }) => {
+    const enough = relay.report.enough_steps;
+    if (!step) return "No step is done yet.";
+    if (num_recorded >= enough) return "Nothing looks wrong.";
+    const done = num_recorded === 1 ? "1 step is" : `${number(num_recorded)} steps are`;
+    return `Too short to tell: ${done} recorded, and some rules need ${enough}.`;
+  };
 
   const findingCard = (finding, n, runNumber) =>
     el(

@@ -5,10 +5,12 @@
   const COLORS = { generate: "--t-generate", score: "--t-reward", train: "--t-forward_backward", publish: "--t-push" };
   const SPARE = ["--t-optim", "--t-pull", "--t-checkpoint", "--t-pack", "--t-evaluate"];
   const LIMITS = {
-    decode: ["decoding", "of what the machine could draw meanwhile"],
-    train: ["training", "of what it could compute meanwhile"],
-    sync: ["weight sync", "of what it could copy meanwhile"],
+    decode: ["decoding", "of the limit: the tokens that the generators could draw meanwhile"],
+    train: ["training", "of the limit: what the trainer's devices could compute meanwhile"],
+    sync: ["weight sync", "of the limit: the bytes that could be copied meanwhile"],
   };
+  const LIMIT =
+    "The limit is the fastest speed that was measured on this machine before the run: memory reads for decoding, matrix products for training, copies for the weights. 100% would mean that nothing else took time; only other hardware, or less to do, would be faster.";
 
   relay.time = (host) =>
     relay.perRun(host, (run, i, body) => {
@@ -59,14 +61,14 @@
     const rows = [];
     for (const [name, [label, of]] of Object.entries(LIMITS))
       if (name in breakdown.limits)
-        rows.push(row(label, breakdown.limits[name], "var(--good)", of));
+        rows.push(row(label, breakdown.limits[name], "var(--good)", of, LIMIT));
     if ("idle" in breakdown.limits) rows.push(row("devices idle", breakdown.limits.idle, "var(--c-orange)", "share of the step, trainer and generators"));
     for (const [role, share] of Object.entries(breakdown.idle)) rows.push(row(`${role} idle`, share, "var(--t-wait-strong)", "share of the step"));
     return rows.length ? el(".shares", {}, rows) : el("p.empty", {}, "This run measured neither limits nor idle time.");
   };
 
-  const row = (label, share, color, note) =>
-    el(".share", {}, el("span.share-label", {}, label), relay.percentBar(share, color), el("span.card-note", {}, note));
+  const row = (label, share, color, note, title = null) =>
+    el(".share", { title }, el("span.share-label", {}, label), relay.percentBar(share, color), el("span.card-note", {}, note));
 
   // Stacked areas, the largest part at the bottom.
   const perStep = (run, names, colors) => {
