@@ -1,4 +1,4 @@
-"""Check a GPU machine in ten steps and under ten minutes: `make gpu-check`.
+"""Check a GPU machine in eleven steps and under eleven minutes: `make gpu-check`.
 
     python -m tools.gpu_check [--only NAME ...] [--no-numbers] [--keep_figures]
 
@@ -80,6 +80,11 @@ CHECKS = {
         sentence="a step of 0.6B equals the CPU's, fits its estimate, and is fast",
         function="training:trainer",
         limit_s=75,
+    ),
+    "parity": Check(
+        sentence="losses, options, optimizers and the sampler give the CPU's numbers",
+        function="parity:parity",
+        limit_s=60,
     ),
     "compile": Check(
         sentence="compiled blocks give the same loss, faster", function="training:compiled",
