@@ -88,7 +88,7 @@ gpu-rehearsal: ## run the GPU builds on a GPU that is not there (docs/gpu.md): 8
 	@RELAY_DEVICE=gpu $(SETUP) test
 	.venv-gpu/bin/python -m pytest -m rehearsal $(ARGS) tests/rehearsal $(NO_INPUT)
 
-gpu-check: ## check this machine's GPUs in ten steps: at most 10 minutes (docs/gpu.md)
+gpu-check: ## check this machine's GPUs in eleven steps: at most 11 minutes (docs/gpu.md)
 	@RELAY_DEVICE=gpu $(SETUP)
 	.venv-gpu/bin/python -m tools.gpu_check $(ARGS) $(NO_INPUT)
 

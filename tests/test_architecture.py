@@ -60,7 +60,9 @@ OWN_FAMILIES = [place.partition(":")[0] for place in FAMILIES.values() if isinst
 
 TORCH_ONLY = (
     "losses/", "rl/models/", "rl/training/", "rl/distributed/", "rl/rollouts/", "rl/local.py",
-    "rl/tasks/generated.py", "rl/tasks/sum_digits.py",
+    "rl/tasks/generated.py", "rl/tasks/sum_digits.py", "rl/weights/checksum.py",
+    "tools/gpu_check/__main__.py", "tools/gpu_check/machine.py", "tools/gpu_check/kernels.py",
+    "tools/gpu_check/training.py", "tools/gpu_check/parity.py",
 )  # fmt: skip
 
 MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES = 500, 400, 60

@@ -18,6 +18,7 @@ from torch import nn
 
 from actors.config import RunConfig
 from actors.launch.placement import count_gpus, fits_shared, place_actors, trains_on_gpu
+from actors.preflight.capability import CUDA_CAPABILITY, FLASH_CAPABILITY
 from actors.trainer import PolicyTrainer
 from rl.config.rules import find_faults
 from rl.config.tree import name_as_options
@@ -44,11 +45,6 @@ from rl.training.checkpoints.tensors import (
 from rl.training.checks import list_model_checks
 from rl.training.memory import check_memory, estimate_memory
 from rl.training.optimizer import Optimizer, check_total_steps
-
-FLASH_CAPABILITY = (8, 0)
-"""Oldest GPUs with kernels for attention in half precision."""
-CUDA_CAPABILITY = (7, 5)
-"""Oldest for which the builds for CUDA 13 have kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,9 @@
-"""Private names of PyTorch and Monarch that the weight store uses, each with its reason."""
+"""Private names of PyTorch that the weight store uses, each with its reason."""
 
 from __future__ import annotations
 
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
-# A call to a dead process raises it; no public module of Monarch exports it.
-LostProcessError = SupervisionError
 
 
 def find_offsets(tensor: DTensor) -> tuple[int, ...]:

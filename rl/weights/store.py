@@ -53,8 +53,8 @@ from rl.weights.boxes import (
     select_parts_to_push,
     split_reads,
 )
-from rl.weights.compat import LostProcessError
 from rl.weights.copies import Copier, Copy
+from rl.weights.monarch_private import LostProcessError
 from rl.weights.shared_memory import SegmentMaps, SegmentRef, Volume, identify_host
 from rl.weights.types import (
     VersionExistsError,

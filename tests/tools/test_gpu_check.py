@@ -96,6 +96,21 @@ def test_an_exception_is_the_checks_fault(tmp_path, monkeypatch):
     assert written["faults"][0].startswith("AttributeError: ")
 
 
-def test_all_limits_together_are_ten_minutes():
-    assert len(gpu_check.CHECKS) == 10
-    assert sum(check.limit_s for check in gpu_check.CHECKS.values()) <= 600
+def test_all_limits_together_are_eleven_minutes():
+    assert len(gpu_check.CHECKS) == 11
+    assert sum(check.limit_s for check in gpu_check.CHECKS.values()) <= 660
+
+
+def test_a_check_names_the_packages_that_it_needs_and_is_not_run():
+    lacking = Check(sentence="x", function="no:such", limit_s=1.0, packages=("torch", "no_vllm"))
+    report = Report()
+    lacking.run(report)
+    assert (report.result, report.not_here) == ("not here", "needs no_vllm")
+
+
+def test_a_part_without_its_package_is_noted_and_the_rest_is_checked():
+    report = Report()
+    assert report.has_package("torch", part="products")
+    assert not report.has_package("no_vllm", part="fused layers")
+    assert report.notes == ["fused layers: not checked, because no_vllm is not installed"]
+    assert report.result == "ok"

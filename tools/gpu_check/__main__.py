@@ -1,10 +1,10 @@
-"""Check a GPU machine in ten steps and under ten minutes: `make gpu-check`.
+"""Check a GPU machine in eleven steps and under eleven minutes: `make gpu-check`.
 
     python -m tools.gpu_check [--only NAME ...] [--no-numbers] [--keep_figures]
 
 Each check runs in a process of its own with a time limit, and none is skipped because an earlier
 one failed. The table at the end gives each one's result (ok, slow, failed, or what the machine
-lacks), its time and its figures, with those that were kept for this kind of GPU beside them;
+lacks for it), its time and its figures, with those that were kept for this kind of GPU beside them;
 outputs/gpu-check/gpu-check.json holds the same, the logs are beside it. Exit status: 0 nothing
 failed, 1 a check failed.
 
@@ -31,7 +31,7 @@ from typing import Any
 
 from actors.launch.cleanup import find_by_environment
 from rl.utils.processes import kill
-from tools.gpu_check.report import FAILED, OK, SLOW, Report
+from tools.gpu_check.report import FAILED, OK, SLOW, Report, is_installed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KEPT = Path(__file__).with_name("figures.json")
@@ -48,8 +48,14 @@ class Check:
     function: str
     """`module:function` under tools.gpu_check; it is called with a Report."""
     limit_s: float
+    packages: tuple[str, ...] = ()
+    """Packages without which nothing of the check can run."""
 
     def run(self, report: Report) -> None:
+        lacking = [package for package in self.packages if not is_installed(package)]
+        if lacking:
+            report.not_here = f"needs {' and '.join(lacking)}"
+            return
         module, _, name = self.function.partition(":")
         function: Callable[[Report], None] = getattr(
             importlib.import_module(f"tools.gpu_check.{module}"), name
@@ -75,6 +81,11 @@ CHECKS = {
         function="training:trainer",
         limit_s=75,
     ),
+    "parity": Check(
+        sentence="losses, options, optimizers and the sampler give the CPU's numbers",
+        function="parity:parity",
+        limit_s=60,
+    ),
     "compile": Check(
         sentence="compiled blocks give the same loss, faster", function="training:compiled",
         limit_s=60
@@ -83,24 +94,29 @@ CHECKS = {
         sentence="CUDA graphs and the trainer give the same logprobs; sleep frees memory",
         function="generation:generator",
         limit_s=160,
+        packages=("vllm",),
     ),
     "sync": Check(
         sentence="weights arrive bit for bit, from pinned memory, near the bus's speed",
         function="sync:sync",
         limit_s=40,
+        packages=("monarch",),
     ),
     "shared": Check(
         sentence="the main job trains on one GPU, in turns with its generator",
         function="runs:shared",
         limit_s=55,
+        packages=("vllm", "monarch"),
     ),
     "disjoint": Check(
         sentence="the main job trains on one GPU and generates on another",
-        function="runs:disjoint", limit_s=50
+        function="runs:disjoint", limit_s=50,
+        packages=("vllm", "monarch"),
     ),
     "recovery": Check(
         sentence="FSDP 2 x TP 2 loses a trainer process and goes on", function="runs:recovery",
-        limit_s=55
+        limit_s=55,
+        packages=("vllm", "monarch"),
     ),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import resource
@@ -10,7 +11,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-from actors.preflight.checks import CUDA_CAPABILITY, FLASH_CAPABILITY
+from actors.preflight.capability import CUDA_CAPABILITY, FLASH_CAPABILITY
 from tools.gpu_check.report import Report
 
 LEAST_DRIVER = 580
@@ -94,10 +95,14 @@ def _build_tools(report: Report) -> None:
 
 def start(report: Report) -> None:
     started = time.monotonic()
-    import monarch.actor  # noqa: F401
     import torch
-    import vllm  # noqa: F401
 
+    for name in ("monarch.actor", "vllm"):
+        # The rest needs PyTorch alone, and is checked all the same.
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            report.faults.append(f"{name} cannot be imported, so no run starts here: {error}")
     report.figure("import s", time.monotonic() - started)
     from torch.multiprocessing.spawn import spawn
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from torch import Tensor
 
 OK, SLOW, FAILED, NOT_HERE = "ok", "slow", "failed", "not here"
+
+
+def is_installed(package: str) -> bool:
+    """Return whether there is a package of this name, without importing it."""
+    return find_spec(package) is not None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,6 +34,13 @@ class Report:
     def require(self, holds: bool, fault: str) -> None:
         if not holds:
             self.faults.append(fault)
+
+    def has_package(self, package: str, *, part: str) -> bool:
+        """Return whether a package is installed; if not, note which part of the check needs it."""
+        if is_installed(package):
+            return True
+        self.notes.append(f"{part}: not checked, because {package} is not installed")
+        return False
 
     def figure(self, name: str, value: float, *, at_least: float | None = None) -> None:
         """Keep a figure; below `at_least` it is slow."""

@@ -68,7 +68,7 @@ def spread_rows(module: Any) -> None:
 HELP: dict[str, Callable[[Any], None]] = {
     "vllm.utils.system_utils": name_the_runtime,
     "vllm.v1.worker.gpu.async_utils": draw_a_token,
-    "rl.types": report_a_token,
+    "rl.trainer_types": report_a_token,
     "rl.distributed.expert_parallel": spread_rows,
 }
 
