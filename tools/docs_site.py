@@ -12,9 +12,11 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-LINK = re.compile(r"\[([^\]\[]*)\]\((\.\./[^)]+)\)")
+DOCS = "docs/"
+OUTSIDE_LINK = re.compile(r"(?<!!)\[([^\]\[]*)\]\(\.\./[^)]+\)")
 """Link of a page to a file outside of docs/."""
-README_LINK = re.compile(r"\]\((?!https?:)([^)]+)\)")
+README_LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
+"""End of a link of README.md to a file of the repository."""
 
 
 def on_files(files: Files, *, config: Any) -> Files:
@@ -25,15 +27,16 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 def make_index() -> str:
     """Return README.md with its links as seen from docs/."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
 
     def move(match: re.Match[str]) -> str:
         target = match[1]
-        return f"]({target.removeprefix('docs/')})" if target.startswith("docs/") else f"](../{target})"
+        if target.startswith(DOCS):
+            return f"]({target.removeprefix(DOCS)})"
+        return f"](../{target})"
 
-    return README_LINK.sub(move, text)
+    return README_LINK.sub(move, (ROOT / "README.md").read_text(encoding="utf-8"))
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace links to files that the site does not have by their texts."""
-    return LINK.sub(lambda match: match[1], markdown)
+    return OUTSIDE_LINK.sub(lambda match: match[1], markdown)
