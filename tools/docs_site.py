@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = "docs/"
@@ -21,6 +22,9 @@ README_LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add README.md as the first page."""
+    # Here, so that the tests of the texts need no mkdocs.
+    from mkdocs.structure.files import File
+
     files.append(File.generated(config, "index.md", content=make_index()))
     return files
 

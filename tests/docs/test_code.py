@@ -45,6 +45,9 @@ from tests.support.scored import replied
 from tests.support.tasks import played
 
 BLOCKS = find_blocks()
+MEDIUM = ("ServiceClient(",)
+"""Texts of blocks for the medium set: a server compiles the kernels of the batch-invariant mode,
+which takes a minute in a new checkout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,8 +186,8 @@ def failed_batch(tmp_path):
     for advantage in (1.0, np.nan, -1.0):
         sample = make_demonstration_sample(*(np.array(ids, np.int32) for ids in ([1, 2], [3, 4])))
         advantages = np.full_like(sample.advantages, advantage)
-        logprobs = np.full_like(sample.logprobs, -5.0)
-        samples.append(replace(sample, advantages=advantages, logprobs=logprobs))
+        logprobs = np.full_like(sample.generator_logprobs, -5.0)
+        samples.append(replace(sample, advantages=advantages, generator_logprobs=logprobs))
     write_batch(tmp_path / "outputs" / "try-1" / "nan_batch_version_12.npz", samples)
 
 
@@ -258,7 +261,17 @@ def fake_launcher(monkeypatch):
 # All blocks
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}-{block.number}")
+def list_cases():
+    """Return the blocks as cases of a test."""
+    cases = []
+    for block in BLOCKS:
+        is_medium = any(text in block.text for text in MEDIUM)
+        marks = [pytest.mark.medium] if is_medium else []
+        cases.append(pytest.param(block, marks=marks, id=f"{block.page}-{block.number}"))
+    return cases
+
+
+@pytest.mark.parametrize("block", list_cases())
 def test_block_runs_as_it_stands(request, run_block, block):
     for stand_in in STAND_INS:
         if stand_in.used_by in block.text:

@@ -5,7 +5,7 @@ import re
 import yaml
 
 from tests.support.pages import DOCS, FENCE, PAGES, ROOT, find_anchors, find_links
-from tools import options
+from tools import docs_site, options
 
 README = ROOT / "README.md"
 MOST_LINES = 120
@@ -61,6 +61,22 @@ def test_anchors_are_those_of_github(tmp_path):
         "# `--explain`\n## A task in one file\n### [Who](who.md) is trusted?\n```\n# a comment\n```\n"
     )
     assert find_anchors(page) == {"--explain", "a-task-in-one-file", "who-is-trusted"}
+
+
+def test_first_page_of_the_site_is_the_readme_with_links_from_docs():
+    index = docs_site.make_index()
+    assert "](own_data.md)" in index
+    assert "](images/tiny-seed-0.png)" in index
+    assert "](training.md#batch-invariant-mode)" in index
+    assert "](docs/" not in index
+    assert "](https://github.com/meta-pytorch/monarch)" in index
+
+
+def test_site_has_no_links_out_of_its_folder():
+    for text in (docs_site.make_index(), *(page.read_text() for page in DOCS.glob("*.md"))):
+        assert "](../" not in docs_site.on_page_markdown(text)
+    changed = docs_site.on_page_markdown("see [`rl/local.py`](../rl/local.py), [run](first_run.md)")
+    assert changed == "see `rl/local.py`, [run](first_run.md)"
 
 
 def test_pages_have_no_open_fence():
