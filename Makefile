@@ -143,7 +143,7 @@ docs: setup ## generate docs/options.md and docs/known_names.md from the config 
 
 docs-site: ## build the site of docs/ into build/site
 	@$(TEST_SETUP) docs
-	$(TEST_PYTHON) -m mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(TEST_PYTHON) -m mkdocs build --strict --quiet $(ARGS)
 	@echo build/site/index.html
 
 size: ## print files, lines and code lines by folder

@@ -7,34 +7,40 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).resolve().parents[1]
-LINK = re.compile(r"\[([^\]\[]*)\]\((\.\./[^)]+)\)")
+DOCS = "docs/"
+OUTSIDE_LINK = re.compile(r"(?<!!)\[([^\]\[]*)\]\(\.\./[^)]+\)")
 """Link of a page to a file outside of docs/."""
-README_LINK = re.compile(r"\]\((?!https?:)([^)]+)\)")
+README_LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
+"""End of a link of README.md to a file of the repository."""
 
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add README.md as the first page."""
+    # Here, so that the tests of the texts need no mkdocs.
+    from mkdocs.structure.files import File
+
     files.append(File.generated(config, "index.md", content=make_index()))
     return files
 
 
 def make_index() -> str:
     """Return README.md with its links as seen from docs/."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
 
     def move(match: re.Match[str]) -> str:
         target = match[1]
-        in_docs = target.startswith("docs/")
-        return f"]({target.removeprefix('docs/')})" if in_docs else f"](../{target})"
+        if target.startswith(DOCS):
+            return f"]({target.removeprefix(DOCS)})"
+        return f"](../{target})"
 
-    return README_LINK.sub(move, text)
+    return README_LINK.sub(move, (ROOT / "README.md").read_text(encoding="utf-8"))
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace links to files that the site does not have by their texts."""
-    return LINK.sub(lambda match: match[1], markdown)
+    return OUTSIDE_LINK.sub(lambda match: match[1], markdown)

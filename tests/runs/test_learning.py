@@ -23,7 +23,7 @@ FIRST_RUN_LIMIT_S = 14 * 60
 LATER_RUN_LIMIT_S = 10 * 60
 SEED = ("--seed", "1")
 STEPS = ("--loop.num_steps", "40")
-"""Half of the config's 80 steps: with this seed the README's table has 0.986 at step 40."""
+"""Half of the config's 80 steps: with this seed docs/first_run.md has 0.986 at step 40."""
 
 
 @pytest.fixture(scope="module")
