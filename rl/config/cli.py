@@ -29,16 +29,17 @@ from typing import Any
 
 import tyro
 
-from rl.config.common_options import find_path
+from rl.config.common_options import ALIASES, find_path
 from rl.config.help import SOURCE_OPTIONS, print_help
 from rl.config.json import LOCATION, read_json
-from rl.config.known_names import find
+from rl.config.known_names import KnownName, describe_all, find_exact, find_similar
 from rl.config.registry import (
     ExplainableComponent,
     ExplanationForm,
     RootComponent,
     RunRequest,
     find_function,
+    refuse_two_files,
     resolve,
 )
 from rl.config.tree import ConfigEntry, ConfigError, describe_type, list_children, rebuild, walk
@@ -164,14 +165,27 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], str | None]:
             # `--name=-dash` gives a value that itself looks like an option.
             name, equals, value = token[2:].partition("=")
             values = options[name.replace("-", "_")] = [value] if equals else []
-        elif values is None:
-            raise ConfigError(f"{token!r} belongs to no option; options are written --name value")
+        elif values is None or _is_assignment(token):
+            raise ConfigError(_describe_stray(token))
         else:
             values.append(token)
     shows_help = next((name for name in reversed(HELP) if name in options), None)
     for name in HELP:
         options.pop(name, None)
     return options, shows_help
+
+
+def _is_assignment(token: str) -> bool:
+    """Return whether this is an option as verl and the Tinker cookbook write theirs: name=value."""
+    name, equals, _ = token.lstrip("+").partition("=")
+    return bool(equals) and bool(find_exact(name))
+
+
+def _describe_stray(token: str) -> str:
+    """Return the error for a value without an option."""
+    text = f"{token!r} belongs to no option; options are written --name value"
+    known = find_exact(token.lstrip("+").partition("=")[0]) if _is_assignment(token) else ()
+    return f"{text}; {describe_all(known)}" if known else text
 
 
 def _find_request(
@@ -184,7 +198,8 @@ def _find_request(
     given = _take_source_options(options)
     explain: Any = given.pop("explain", None)
     if explain is not None and explain not in (forms := typing.get_args(ExplanationForm)):
-        raise ConfigError(f"--explain {explain}: must be {' or '.join(forms)}, or nothing")
+        *first, last = forms
+        raise ConfigError(f"--explain {explain}: must be {', '.join(first)} or {last}, or nothing")
     for name in ("resume", "from_json"):
         if name in given and len(given) > 1:
             raise ConfigError(
@@ -203,6 +218,9 @@ def _find_request(
     else:
         # An empty name finds nothing, so the error lists what the module has.
         module = given.get("module", default_module)
+        # A module that nobody named is relay's own, whatever files this folder has.
+        if "module" in given:
+            refuse_two_files(module)
         function = given.get("config", default_config or "")
         arguments = _take_arguments(find_function(module, function), options)
         request = resolve(module, function, arguments=arguments)
@@ -235,8 +253,12 @@ def _take_arguments(function: Callable[..., Any], options: dict[str, list[str]])
     """Remove the options that are arguments of a registry function, and return their values."""
     arguments: dict[str, Any] = {}
     names = [name for name in inspect.signature(function).parameters if name in options]
+    # Types are looked up only for these: a function may have types that only checkers see.
     hints = typing.get_type_hints(function) if names else {}
     for name in names:
+        path = ALIASES.get(name)
+        if path in options:
+            raise ConfigError(f"--{name} is short for --{path}: give one of them")
         if hints.get(name) == tuple[str, ...]:
             arguments[name] = tuple(options.pop(name))
         elif hints.get(name) in (str, str | None):
@@ -320,11 +342,31 @@ def _describe_unknown(option: str, entries: Mapping[str, ConfigEntry]) -> Config
     for path, entry in entries.items():
         if entry.kind == "absent" and option.startswith(f"{path}."):
             return ConfigError(f"--{option}: {path} is {entry.absence} in this config; {_ABSENT}")
-    if (known := find(option)) is not None:
-        return ConfigError(f"--{option}: no such option; {known.describe()}")
-    near = [f"--{path}" for path in _find_near(option, entries)]
-    hint = f"did you mean {' or '.join(near)}" if near else "--help lists all"
+    near = _find_near(option, entries)
+    known = _find_known(option, entries, near=near)
+    if known:
+        return ConfigError(f"--{option}: no such option; {describe_all(known)}")
+    names = " or ".join(f"--{path}" for path in near)
+    hint = f"did you mean {names}" if near else "--help lists all"
     return ConfigError(f"--{option}: no such option; {hint}")
+
+
+def _find_known(
+    option: str, entries: Mapping[str, ConfigEntry], *, near: Sequence[str]
+) -> list[KnownName]:
+    """Return the rows of an option of another trainer, unless it is nearer to one of ours."""
+    known = find_exact(option)
+    if not known:
+        known = find_similar(option)
+        if known and near:
+            theirs, ours = (
+                difflib.SequenceMatcher(None, option, name).ratio()
+                for name in (known[0].theirs, near[0])
+            )
+            known = known if theirs > ours else ()
+    # A server has no trainer whose option could be named.
+    sections = {path for path in entries if "." not in path}
+    return [row for row in known if row.fits(sections)]
 
 
 def _find_near(option: str, entries: Mapping[str, ConfigEntry]) -> list[str]:

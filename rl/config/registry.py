@@ -7,6 +7,7 @@ module. A variant is a function that calls another one and edits the config that
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -22,7 +23,8 @@ from rl.config.tree import ConfigError
 from rl.utils.user_code import TREE, describe_user_error, is_own_module
 
 PACKAGE = "configs"
-ExplanationForm = Literal["text", "json"]
+ExplanationForm = Literal["text", "full", "json"]
+"""text: twelve lines; full: everything, as YAML; json: the same as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +97,12 @@ def find_function(module: str, function: str) -> Callable[..., Any]:
     """Return a registry function; raises ConfigError, which lists the valid names."""
     functions = list_registry_functions(load_module(module))
     if function not in functions:
+        near = difflib.get_close_matches(function, functions, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
         names = ", ".join(functions) or "none"
-        raise ConfigError(f"--config {function}: not a config of {module}; there are: {names}")
+        raise ConfigError(
+            f"--config {function}: not a config of {module}; {hint}there are: {names}"
+        )
     return functions[function]
 
 
@@ -120,12 +126,10 @@ def load_module(name: str) -> ModuleType:
     """Return the module `name` of `configs`, or else the importable module of that dotted name.
 
     Raises:
-        ConfigError: there is no such module, there are two, or it raises an error when it is
-            imported.
+        ConfigError: there is no such module, or it raises an error when it is imported.
     """
     # A path such as ../x is no module; import_module would fail for it with an error of its own.
     if all(map(str.isidentifier, name.split("."))) and not name.endswith(".py"):
-        _refuse_two_files(name)
         # First here: an installed package of the same name must not take the place of a config.
         for candidate in (f"{PACKAGE}.{name}", name):
             try:
@@ -136,15 +140,26 @@ def load_module(name: str) -> ModuleType:
                     raise ConfigError(f"--module {name}: {describe_user_error(error)}") from error
             except Exception as error:  # whatever a module raises when it is imported
                 raise ConfigError(f"--module {name}: {describe_user_error(error)}") from error
-    hint = f"; in {PACKAGE} are: {_name_modules()}"
-    if name.endswith(".py"):
-        hint = f": write the module's name, {Path(name).stem}, in the folder of the file"
-    elif Path(f"{name}.py").is_file():
-        hint = f": the name of {name}.py must be that of a Python module, without - or spaces"
-    raise ConfigError(f"--module {name}: no such module{hint}")
+    raise ConfigError(f"--module {name}: no such module{_describe_missing_module(name)}")
 
 
-def _refuse_two_files(name: str) -> None:
+def _describe_missing_module(name: str) -> str:
+    """Return what to write instead of a name that is no module."""
+    file = Path(name)
+    if name.endswith(".py") and file.is_file():
+        parts = file.with_suffix("").parts
+        if all(map(str.isidentifier, parts)):
+            return f": write --module {'.'.join(parts)}"
+        return f": write --module {file.stem}, and start in the folder {str(file.parent)!r}"
+    if Path(f"{name}.py").is_file():
+        return f": the name of {name}.py must be that of a Python module, without - or spaces"
+    names = _list_module_names()
+    near = difflib.get_close_matches(name, [*names, *(path.stem for path in Path().glob("*.py"))])
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{hint}; in {PACKAGE} are: {', '.join(names) or 'none'}"
+
+
+def refuse_two_files(name: str) -> None:
     """Raise ConfigError if a file of the user has the name of one of relay's config modules."""
     ours = TREE / PACKAGE / f"{name}.py"
     theirs = [Path(f"{name}.py"), Path(name, "__init__.py")]
@@ -157,13 +172,14 @@ def _refuse_two_files(name: str) -> None:
     )
 
 
-def _name_modules() -> str:
+def _list_module_names() -> list[str]:
     package = importlib.util.find_spec(PACKAGE)
     # None outside of the project's folder, where a script may still name its own module.
     if package is None or package.submodule_search_locations is None:
-        return "none"
-    modules = pkgutil.iter_modules(package.submodule_search_locations)
-    return ", ".join(sorted(module.name for module in modules))
+        return []
+    return sorted(
+        module.name for module in pkgutil.iter_modules(package.submodule_search_locations)
+    )
 
 
 def list_registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:

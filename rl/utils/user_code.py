@@ -12,14 +12,18 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
+import linecache
 import os
 import pickle
+import pkgutil
 import re
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
 TREE = Path(__file__).resolve().parents[2]
@@ -30,6 +34,7 @@ SAVED = ".pickle"
 MAX_FRAMES = 6
 """Most lines of the user's code that an error shows."""
 
+_NO_ATTRIBUTE = re.compile(r"object has no attribute '(\w+)'")
 _MISSING_NAME = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
 _UNEXPECTED_KEYWORD = re.compile(r"([\w.<>]+)\(\) got an unexpected keyword argument '(\w+)'")
 
@@ -50,15 +55,16 @@ def describe_user_error(error: BaseException) -> str:
           my_task.py, line 12, in small
             task = Confg()
     """
-    text = f"{type(error).__name__}: {error}"
+    kind = type(error).__name__
     if isinstance(error, SyntaxError) and error.filename is not None:
-        line = (error.text or "").strip()
-        where = f"{_shorten(error.filename)}, line {error.lineno}"
-        return f"SyntaxError: {error.msg}\n  {where}\n    {line}"
+        place = f"  {_shorten(error.filename)}, line {error.lineno}"
+        return f"{kind}: {error.msg}\n{place}\n    {(error.text or '').strip()}"
     near = find_near_name(error)
+    lines = [f"{kind}: {error}"]
     if near is not None:
-        text = f"{text}; did you mean {near!r}?"
-    lines = [text]
+        lines = [f"{kind}: {error}; did you mean {near!r}?"]
+    elif isinstance(error, ModuleNotFoundError):
+        lines = [f"{kind}: {error}; it is neither a file beside yours nor installed here"]
     for frame in list(_select_user_frames(error.__traceback__))[-MAX_FRAMES:]:
         lines.append(f"  {_shorten(frame.filename)}, line {frame.lineno}, in {frame.name}")
         if frame.line:
@@ -68,53 +74,116 @@ def describe_user_error(error: BaseException) -> str:
 
 def find_near_name(error: BaseException) -> str | None:
     """Return the name that a user may have meant, of an error about an unknown name; else None."""
-    name, candidates = "", list[str]()
-    if isinstance(error, AttributeError) and error.name:
+    frame = _find_last_frame(error.__traceback__)
+    name, candidates, cutoff = "", list[str](), 0.6
+    if isinstance(error, AttributeError) and (match := _NO_ATTRIBUTE.search(str(error))):
+        # Python 3.11 sets `obj` where an attribute is read, and not where one is set.
+        name = match[1]
+        candidates = dir(error.obj if error.name else _find_object_with(name, frame))
+    elif isinstance(error, AttributeError) and error.name:  # of a module
         name, candidates = error.name, dir(error.obj)
     elif isinstance(error, NameError) and error.name:
-        frame = _find_last_frame(error.__traceback__)
         name, candidates = error.name, dir(builtins)
         if frame is not None:
-            candidates += [*frame.tb_frame.f_locals, *frame.tb_frame.f_globals]
+            candidates += [*frame.f_locals, *frame.f_globals]
+    elif isinstance(error, ModuleNotFoundError) and error.name:
+        # Among hundreds of installed modules something is always a little alike.
+        name, candidates, cutoff = error.name, _list_modules(error.name.rpartition(".")[0]), 0.8
     elif isinstance(error, ImportError) and (match := _MISSING_NAME.search(str(error))):
-        name, candidates = match[1], dir(sys.modules.get(match[2]))
+        name = match[1]
+        modules = [module.rpartition(".")[2] for module in _list_modules(match[2])]
+        candidates = dir(sys.modules.get(match[2])) + modules
     elif isinstance(error, TypeError) and (match := _UNEXPECTED_KEYWORD.search(str(error))):
-        name, candidates = match[2], _list_keywords(match[1])
+        name, candidates = match[2], _list_keywords(match[1], frame)
     public = [candidate for candidate in candidates if not candidate.startswith("__")]
-    near = difflib.get_close_matches(name, public, n=1) if name else []
+    near = difflib.get_close_matches(name, public, n=1, cutoff=cutoff) if name else []
     return near[0] if near else None
 
 
-def _list_keywords(function: str) -> list[str]:
-    """Return the fields of the dataclass whose `__init__` an error names, such as
-    LoopConfig.__init__.
+def _find_object_with(attribute: str, frame: FrameType | None) -> Any:
+    """Return the object of which a line sets an attribute, such as config.loop of
+    `config.loop.num_step = 3`; None for a line that says it in another way.
     """
-    for cls in _iterate_classes(object):
-        if f"{cls.__qualname__}.__init__" == function:
-            return list(getattr(cls, "__dataclass_fields__", ()))
-    return []
+    if frame is None:
+        return None
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
+    match = re.search(rf"([A-Za-z_][\w.]*)\.{attribute}\b", line)
+    if match is None:
+        return None
+    first, *rest = match[1].split(".")
+    holder = {**frame.f_globals, **frame.f_locals}.get(first)
+    for part in rest:
+        holder = getattr(holder, part, None)
+    return holder
 
 
-def _iterate_classes(base: type) -> Iterator[type]:
-    for cls in type.__subclasses__(base):
-        yield cls
-        if cls is not type:
-            yield from _iterate_classes(cls)
+def _list_modules(package: str) -> list[str]:
+    """Return the dotted names of the modules in an imported package, or of all modules that can be
+    imported for an empty name.
+    """
+    if package and package not in sys.modules:
+        return []
+    paths = getattr(sys.modules[package], "__path__", []) if package else None
+    prefix = f"{package}." if package else ""
+    modules = [module.name for module in pkgutil.iter_modules(paths, prefix)]
+    return modules if package else [*modules, *sys.stdlib_module_names]
 
 
-def _find_last_frame(trace: TracebackType | None) -> TracebackType | None:
+def _list_keywords(function: str, frame: FrameType | None) -> list[str]:
+    """Return the parameters of the function that an error names, such as LoopConfig.__init__.
+
+    Args:
+        frame: that of the call.
+    """
+    keywords: list[str] = []
+    for candidate in _find_functions(function, frame):
+        try:
+            keywords += inspect.signature(candidate).parameters
+        except (TypeError, ValueError):  # of some functions in C nothing is known
+            continue
+    return keywords
+
+
+def _find_functions(name: str, frame: FrameType | None) -> list[Callable[..., Any]]:
+    """Return the classes and functions that may be the one of a name without its module."""
+    owner = name.removesuffix(".__init__")
+    if owner != name:
+        return [cls for cls in _list_classes() if cls.__qualname__ == owner]
+    if frame is None:
+        return []
+    values = [*frame.f_locals.values(), *frame.f_globals.values()]
+    for module in [value for value in values if isinstance(value, ModuleType)]:
+        values += vars(module).values()
+    return [value for value in values if getattr(value, "__qualname__", None) == name]
+
+
+def _list_classes() -> set[type]:
+    """Return all classes of this process."""
+    classes: set[type] = set()
+    waiting: list[type] = [object]
+    while waiting:
+        for cls in type.__subclasses__(waiting.pop()):
+            if cls not in classes:
+                classes.add(cls)
+                waiting.append(cls)
+    return classes
+
+
+def _find_last_frame(trace: TracebackType | None) -> FrameType | None:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace
+    return None if trace is None else trace.tb_frame
 
 
 def _select_user_frames(trace: TracebackType | None) -> Iterator[traceback.FrameSummary]:
     """Yield the frames that are neither relay's nor of an installed package or of Python."""
-    installed = [sys.prefix, sys.base_prefix]
-    installed += [str(TREE / package) for package in OWN_PACKAGES]
+    standard_library = sysconfig.get_path("stdlib")
+    others = [standard_library, *(str(TREE / package) for package in OWN_PACKAGES)]
     for frame in traceback.extract_tb(trace):
         is_file = os.path.exists(frame.filename) or frame.filename.startswith("<ipython")
-        if is_file and not frame.filename.startswith(tuple(f"{path}/" for path in installed)):
+        is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(frame.filename).parts)
+        is_other = frame.filename.startswith(tuple(f"{path}/" for path in others))
+        if is_file and not is_installed and not is_other:
             yield frame
 
 
@@ -141,7 +210,7 @@ def load_function(place: str) -> Callable[..., Any]:
     if place.endswith(SAVED):
         return _load_saved(Path(place))
     module_name, colon, name = place.rpartition(":")
-    if not colon or not name:
+    if not colon or not name or not module_name:
         raise ValueError(f"{place!r} must be module:function or file.py:function")
     module = _import_place(module_name)
     function: Any = module
@@ -169,27 +238,27 @@ def _load_saved(file: Path) -> Callable[..., Any]:
 
 def _import_place(name: str) -> ModuleType:
     """Import the module of a place; ValueErrors say what is wrong with it."""
+    file = Path(name).expanduser().resolve()
+    if name.endswith(".py") and not file.is_file():
+        raise ValueError(f"there is no file {name!r}")
+    if not name.endswith(".py") and not all(map(str.isidentifier, name.split("."))):
+        raise ValueError(f"{name!r} is not the name of a module; a file is written with its .py")
     try:
-        if name.endswith(".py"):
-            return _import_file(Path(name))
-        return importlib.import_module(name)
+        return _import_file(file) if name.endswith(".py") else importlib.import_module(name)
     except ModuleNotFoundError as error:
         # The module itself is missing, not one that it imports.
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            near = find_near_name(error)
+            hint = f"; did you mean {near!r}?" if near is not None else ""
             raise ValueError(
-                f"there is no module {name!r} in this folder or among the installed packages"
+                f"there is no module {name!r} in this folder or among the installed packages{hint}"
             ) from None
         raise ValueError(f"{name} cannot be imported: {describe_user_error(error)}") from error
-    except ValueError:
-        raise
     except Exception as error:  # whatever a user's module raises
         raise ValueError(f"{name} cannot be imported: {describe_user_error(error)}") from error
 
 
-def _import_file(path: Path) -> ModuleType:
-    file = path.expanduser().resolve()
-    if not file.is_file():
-        raise ValueError(f"there is no file {str(path)!r}")
+def _import_file(file: Path) -> ModuleType:
     # The file's neighbours, as if it were the program that was started.
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
@@ -198,8 +267,8 @@ def _import_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None  # the name ends in .py
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -211,5 +280,13 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _list_functions(holder: Any) -> list[str]:
-    names: Iterable[str] = vars(holder) if hasattr(holder, "__dict__") else ()
-    return [name for name in names if not name.startswith("_") and callable(getattr(holder, name))]
+    """Return the public functions and classes that a module defines, or those of a class."""
+    names: list[str] = []
+    for name, value in getattr(holder, "__dict__", {}).items():
+        # An imported function belongs to another module.
+        is_imported = isinstance(holder, ModuleType) and (
+            getattr(value, "__module__", None) != holder.__name__
+        )
+        if callable(value) and not name.startswith("_") and not is_imported:
+            names.append(name)
+    return names

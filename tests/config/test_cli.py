@@ -84,11 +84,9 @@ def test_field_added_by_a_subclass_in_a_nested_place_is_an_option():
 
 
 def test_unknown_key_names_the_nearest(capsys):
-    for typo in ("--trainer.optimzer.lr", "--trainer.optimizer.lrr"):
+    for typo in ("--trainer.optimzer.lr", "--trainer.optimizer.lrr", "--lrr"):
         assert "did you mean --trainer.optimizer.lr" in error_of(capsys, typo, "1")
-    assert "did you mean --trainer.optimizer.weight_decay" in error_of(
-        capsys, "--weight_decay", "1"
-    )
+    assert "did you mean --trainer.compile_model" in error_of(capsys, "--compile_mode", "1")
     assert "did you mean --trainer.sequence_length" in error_of(capsys, "--sequence_lenght", "1")
     several = error_of(capsys, "--num_steps", "1", config="large")
     assert "did you mean --warmup.num_steps or " in several
@@ -131,7 +129,7 @@ def test_unknown_key_names_the_nearest(capsys):
                      "wrong_return"),
         ([], None, "there are: tiny, large"),
         ([], "wrong_return", "wrong_return() returned a dict"),
-        (["--explain", "yaml"], "tiny", "--explain yaml: must be text or json, or nothing"),
+        (["--explain", "yaml"], "tiny", "--explain yaml: must be text, full or json, or nothing"),
         (["--from_json", "x", "--config", "tiny"], "tiny", "leave out"),
         (["--from_json", "/no/such.json"], "tiny", "/no/such.json: No such file or directory"),
         (["--resume", "/no/such"], "tiny", "--resume /no/such: not the folder of a run"),
@@ -145,12 +143,12 @@ def test_wrong_option_is_an_error_that_says_what_is_valid(capsys, argv, config, 
     assert message in error_of(capsys, *argv, config=config)
 
 
-def test_module_that_fails_to_import_something_is_an_error_with_its_line(capsys):
+def test_module_that_fails_to_import_something_is_no_missing_module(capsys):
     with pytest.raises(SystemExit):
         parse("--module", "tests.config.example_broken")
-    shown = capsys.readouterr().err
-    assert "No module named 'no_such_dependency'" in shown
-    assert "example_broken.py, line 1" in shown
+    error = capsys.readouterr().err
+    assert "ModuleNotFoundError: No module named 'no_such_dependency'" in error
+    assert "no such module" not in error
 
 
 def test_help_shows_every_leaf_with_type_default_and_docstring(capsys):
