@@ -64,7 +64,7 @@ STAND_INS = (
     StandIn(
         used_by="relay.grpo(",
         fixture="unstarted_runs",
-        because="the model is on the hub and a run takes minutes: all but the run's process is real",
+        because="the model is on the hub and a run takes minutes: all but its process is real",
     ),
     StandIn(
         used_by="outputs/try-1/checkpoints",

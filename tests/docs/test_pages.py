@@ -57,9 +57,8 @@ def test_every_link_leads_to_a_file_and_a_heading():
 
 def test_anchors_are_those_of_github(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(
-        "# `--explain`\n## A task in one file\n### [Who](who.md) is trusted?\n```\n# a comment\n```\n"
-    )
+    headings = "# `--explain`\n## A task in one file\n### [Who](who.md) is trusted?\n"
+    page.write_text(f"{headings}```\n# a comment\n```\n")
     assert find_anchors(page) == {"--explain", "a-task-in-one-file", "who-is-trusted"}
 
 
