@@ -139,6 +139,7 @@ def train(argv: Sequence[str]) -> int:
     if not argv:
         print_error(f"usage: {SUBCOMMANDS['train'].usage}\n       relay train --help")
         return 2
+    # Options that only a user's own task has say which config is meant.
     module, config = choose_origin(argv)
     return train_config(
         argv,

@@ -78,6 +78,7 @@ class NotebookView(View):
             lines = "\n".join(self._lines)
         content = html.escape("\n".join([self._describe_progress(), lines]))
         text = f"<pre>{content}</pre>"
+        # Each update travels to the browser and is kept in the notebook's file.
         if text != self._shown:
             self._shown = text
             self._handle.update(self._make(text))
@@ -126,6 +127,7 @@ def is_notebook() -> bool:
 def _is_own_output() -> bool:
     """Return whether `print` writes where a child of this process would write."""
     with suppress(OSError, ValueError, AttributeError):
+        # pytest and notebooks put objects without a descriptor, or with another one, in its place.
         return sys.stdout.fileno() == 1
     return False
 

@@ -83,6 +83,7 @@ class RunResult:
     def plot(self) -> None:
         """Show the learning curve: in a notebook as a picture, elsewhere as a file."""
         path = self.folder / "learning_curve.png"
+        # Drawn again: of a run that goes on the file is missing or old.
         self.figure().savefig(path, format="png")
         if is_notebook():
             from IPython.display import Image, display

@@ -112,6 +112,7 @@ def make_config(
     config.task.reward_weights = weights
     for setting, column in (columns or {}).items():
         options[f"task.columns.{setting}"] = column
+    # Rows of the user's own choice take the place of a share of the training rows.
     if eval_data is not None:
         (file,) = write_data(eval_data, folder=folder)
         config.task.eval_files = {"eval": file}
@@ -129,6 +130,7 @@ def _split_rewards(reward: Rewards, *, folder: Path) -> tuple[tuple[str, ...], t
     items = list(reward) if isinstance(reward, list | tuple) else [reward]
     places, weights = list[str](), list[float]()
     for item in items:
+        # A tuple is a function with its weight; lists hold several.
         function, weight = item if isinstance(item, tuple) else (item, 1.0)
         if isinstance(function, str):
             places.append(function)
@@ -197,6 +199,7 @@ def _write_table(table: Any, *, folder: Path) -> Path:
     """Write a `datasets.Dataset` or a DataFrame with its types."""
     files = importlib.import_module("rl.utils.files")
     files.make_folder(folder, as_what="the folder of the data")
+    # The name is the digest of what is written, which only then is known.
     temporary = folder.absolute() / "written.parquet"
     try:
         table.to_parquet(str(temporary))
