@@ -1,5 +1,7 @@
 """Short names of options, arguments of registry functions, and the help of a training run."""
 
+from typing import Any
+
 import pytest
 
 from configs.sum_digits import tiny
@@ -8,7 +10,7 @@ from rl.config.common_options import ALIASES, GROUPS
 from rl.config.help import SOURCE_OPTIONS
 from rl.config.tree import walk
 
-VALUES = {
+VALUES: dict[str, Any] = {
     "model": "some/folder",
     "data": ("a.jsonl", "b.jsonl"),
     "reward": ("my_reward:right",),
