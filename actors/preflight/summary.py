@@ -56,7 +56,8 @@ def _describe_processes(layout: Mapping[str, Any] | str) -> str:
 def _describe_step(step: Mapping[str, int], staleness: Mapping[str, int]) -> str:
     optimizer_steps = _number(step["optimizer_steps"], "optimizer step")
     text = f"{step['groups']} prompts x {step['group_size']} = {step['samples']:,} samples"
-    return f"{text}, {optimizer_steps}, at most {staleness['steps_most']} steps off-policy"
+    off_policy = _number(staleness["steps_most"], "step")
+    return f"{text}, {optimizer_steps}, at most {off_policy} off-policy"
 
 
 def _describe_tokens(step: Mapping[str, int], values: Mapping[str, Any]) -> str:
