@@ -41,7 +41,7 @@ ENGINE = ("actors.generator", "actors.vllm.core")
 """Modules of a generator's process; the second one imports vLLM."""
 VARIABLE = "RELAY_EARLY_START"
 """Environment variable; with 0 nothing starts before the config is known."""
-OTHER_PROGRAMS = re.compile(r"(^| )(-h|--help|--explain|--launch\.\S*)( |=|$)")
+OTHER_PROGRAMS = re.compile(r"(^| )(-h|--help\S*|--explain|--launch\.\S*)( |=|$)")
 """Options of programs that start no actors, or start them elsewhere or otherwise."""
 START_LIMIT_S = 600.0
 """Time for the process to import vLLM from a cold disk; once it is taken, `timeouts.start_s`."""

@@ -1,26 +1,33 @@
 """Explain a run without starting or writing anything: `python -m rl.simple_grpo_sum_digits
 --explain`.
 
-The explanation is one dict of sections, printed as JSON or as YAML; sizes are in GB of 10^9 bytes.
-Refusals come from the run's own checks: all of them, not only the first. An option without effect
-is declared beside its field (`rl.config.configurable`).
+The explanation is one dict of sections, printed whole as JSON or as YAML, or as the twelve lines of
+`actors.preflight.summary`; sizes are in GB of 10^9 bytes. Refusals come from the run's own checks:
+all of them, not only the first. An option without effect is declared beside its field
+(`rl.config.configurable`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from actors.config import RunConfig
-from actors.generator import VLLMGenerator
-from actors.launch.placement import fit_to_devices, place_actors, trains_on_gpu
+from actors.launch.placement import fit_to_devices, trains_on_gpu
+from actors.preflight.arithmetic import (
+    bound_staleness,
+    check_fits,
+    check_gpu_memory,
+    compute_step_arithmetic,
+    describe_layout,
+    describe_memory,
+    try_to_find,
+)
 from actors.preflight.checks import (
     Faults,
     Machine,
@@ -36,14 +43,12 @@ from actors.preflight.plan import (
     make_run_renderer,
     set_arithmetic,
 )
+from actors.preflight.summary import summarize
 from actors.preflight.task import check_problems
-from actors.trainer import PolicyTrainer
 from rl.config.configurable import Configurable, find_idle_options
 from rl.config.json import find_differences, to_dict, walk_leaves
 from rl.config.registry import ExplanationForm, RunRequest
 from rl.config.tree import walk
-from rl.distributed.mesh import Degrees
-from rl.loop.config import LoopConfig
 from rl.models.files.assets import UnpreparedError
 from rl.models.model_cost import count_work
 from rl.models.spec import ModelSpec
@@ -52,7 +57,6 @@ from rl.run_rules import RULES
 from rl.starting_point import StartingPoint
 from rl.tasks.task import Task
 from rl.training.checkpoints.config import LoadSource
-from rl.training.memory import estimate_memory
 from rl.utils.printing import print_error, print_text
 
 WIDTH = 110
@@ -69,23 +73,28 @@ NOT_TRIED = (
 def show(request: RunRequest, *, form: ExplanationForm, here: Machine) -> int:
     """Print the explanation of a run and return the exit status.
 
-    The status is 2 for a config that is refused on any machine (the reasons also go to stderr),
-    else 0.
+    The status is 2 for a run that could not start, on any machine or on this one (the reasons also
+    go to stderr), else 0.
     """
     explanation = explain(request, here=here)
-    as_json = json.dumps(explanation, indent=2, allow_nan=False)
-    as_yaml = yaml.safe_dump(json.loads(as_json), sort_keys=False, width=WIDTH)
-    print_text(as_json if form == "json" else as_yaml)
-    for reason in explanation["options"]["refused"]:
+    if form == "text":
+        print_text(summarize(explanation))
+    else:
+        as_json = json.dumps(explanation, indent=2, allow_nan=False)
+        as_yaml = yaml.safe_dump(json.loads(as_json), sort_keys=False, width=WIDTH)
+        print_text(as_json if form == "json" else as_yaml)
+    options = explanation["options"]
+    for reason in options["refused"]:
         print_error(f"error: {reason}")
-    return 2 if explanation["options"]["refused"] else 0
+    for reason in options["refused_here"]:
+        print_error(f"error: this run could not start here: {reason}")
+    return 2 if options["refused"] or options["refused_here"] else 0
 
 
 def explain(request: RunRequest, *, here: Machine) -> dict[str, Any]:
     """Explain a run of a `RunConfig` that would be started on the machine `here`."""
     config = request.config
     found = _search(config, resumes=request.resumes)
-    refused_here = found.faults
 
     # The machine first: values that the config leaves to the devices, and so all checks, follow
     # from it.
@@ -98,45 +107,78 @@ def explain(request: RunRequest, *, here: Machine) -> dict[str, Any]:
     refused = find_config_faults(
         config, spec=spec, num_gpus=machine.num_gpus, resumes=request.resumes is not None
     )
-    # Estimates of a refused layout would be errors of their own, about nothing new.
-    if not refused:
-        refused_here += find_machine_faults(config, spec=spec, machine=machine)
-        with refused_here.collect():
-            if found.start is not None:
-                check_source(
-                    found.source,
-                    start=found.start,
-                    trainer=config.trainer,
-                    num_steps=config.loop.num_steps,
-                    on_gpu=on_gpu,
-                )
-        with refused_here.collect():
-            if found.task is not None:
-                exclude = config.trainer.checkpoint.exclude_from_loading
-                check_problems(found.source, found.task, seed=config.seed, exclude=exclude)
+    _find_faults_here(
+        found,
+        config,
+        spec=spec,
+        machine=machine,
+        here=here,
+        on_gpu=on_gpu,
+        is_refused=bool(refused),
+    )
 
     values, changes = to_dict(config), _find_changes(request)
     return {
         "config": request.origin,
         "model": f"{spec.name} {spec.flavor}",
+        "parameters": count_work(spec.model).parameters,
         "devices": devices,
         "values": dict(walk_leaves(values)),
         "changes": changes,
         "step": compute_step_arithmetic(config.loop, max_model_len=config.generator.max_model_len),
         "staleness": bound_staleness(config.loop),
-        "layout": _try_to_find(lambda: _describe_layout(config, num_gpus=machine.num_gpus)),
+        "layout": try_to_find(lambda: describe_layout(config, num_gpus=machine.num_gpus)),
         "memory": describe_memory(
             config.trainer, config.generator, spec=spec, machine=machine, on_gpu=on_gpu
         ),
         "options": {
             # Two checks can find the same fault, such as a pipeline that cannot be divided.
             "refused": list(dict.fromkeys(refused)),
-            "refused_here": list(refused_here),
+            "refused_here": list(found.faults),
             **list_idle_options(config, changed=changes),
         },
         "rules": {str(rule): rule.judge(config) for rule in RULES},
         "not_checked": found.not_checked,
     }
+
+
+def _find_faults_here(
+    found: _Found,
+    config: RunConfig,
+    *,
+    spec: ModelSpec,
+    machine: Machine,
+    here: Machine,
+    on_gpu: bool,
+    is_refused: bool,
+) -> None:
+    """Add the reasons for which the run could not start on this machine to those found before."""
+    faults = found.faults
+    if machine.num_gpus > here.num_gpus:
+        needed = f"{machine.num_gpus} GPU{'s' * (machine.num_gpus > 1)}"
+        faults.append(f"it needs {needed}, and this machine has {here.num_gpus}")
+    # Estimates of a refused layout would be errors of their own, about nothing new.
+    if is_refused:
+        return
+
+    faults += find_machine_faults(config, spec=spec, machine=machine)
+    # Memory of GPUs that are elsewhere, or not there, is not known.
+    if on_gpu and machine == here and here.gpu_bytes and not config.launch.on_cluster:
+        with faults.collect():
+            check_gpu_memory(config.trainer, spec=spec, gpu_bytes=here.gpu_bytes)
+    with faults.collect():
+        if found.start is not None:
+            check_source(
+                found.source,
+                start=found.start,
+                trainer=config.trainer,
+                num_steps=config.loop.num_steps,
+                on_gpu=on_gpu,
+            )
+    with faults.collect():
+        if found.task is not None:
+            exclude = config.trainer.checkpoint.exclude_from_loading
+            check_problems(found.source, found.task, seed=config.seed, exclude=exclude)
 
 
 def _find_changes(request: RunRequest) -> dict[str, dict[str, Any]]:
@@ -251,127 +293,11 @@ def choose_machine(config: RunConfig, *, spec: ModelSpec, here: Machine) -> tupl
     if lacks_gpus and (
         here.num_gpus
         or named
-        or not _check_fits(trainer, spec=spec, available=here.memory_bytes, on_gpu=False)
+        or not check_fits(trainer, spec=spec, available=here.memory_bytes, on_gpu=False)
     ):
         devices = f"{needed} GPU{'s' * (needed > 1)} of {size}: this machine has {here.num_gpus}"
         return replace(with_gpus, num_gpus=needed), devices
     return here, f"{'GPUs' if on_gpu else 'CPU cores'} of this machine"
-
-
-def _try_to_find(find: Callable[[], Any]) -> Any:
-    """Return what `find` returns, or the reason of its ValueError: the layout is refused."""
-    try:
-        return find()
-    except ValueError as error:
-        return f"not known: {error}"
-
-
-def compute_step_arithmetic(loop: LoopConfig, *, max_model_len: int) -> dict[str, Any]:
-    """Return the numbers of one step, and of the run; lengths are bounds for any prompts."""
-    samples = loop.groups_per_batch * loop.group_size
-    longest = min(
-        max_model_len,
-        loop.episode.max_tokens or max_model_len,
-        loop.max_sample_tokens or max_model_len,
-    )
-    return {
-        "groups": loop.groups_per_batch,
-        "group_size": loop.group_size,
-        "samples": samples,
-        "optimizer_steps": loop.num_minibatches,
-        "samples_of_optimizer_step": samples // loop.num_minibatches,
-        # A sample has one input fewer than tokens.
-        "trained_tokens_most": samples * (longest - 1),
-        "samples_of_run": loop.num_steps * samples,
-    }
-
-
-def bound_staleness(loop: LoopConfig) -> dict[str, int]:
-    """Return the bounds that docs/generation.md proves, in steps and in optimizer steps."""
-    steps = loop.max_off_policy_steps
-    return {
-        "steps_most": steps,
-        # The last minibatch of a step trains weights that the step's first minibatches have
-        # updated.
-        "policy_versions_most": steps * loop.num_minibatches + loop.num_minibatches - 1,
-    }
-
-
-def _describe_layout(config: RunConfig, *, num_gpus: int) -> dict[str, Any]:
-    places = place_actors(config, num_gpus=num_gpus)
-    layout: dict[str, Any] = {place.role: asdict(place) for place in places.all}
-    # Every layout has all axes; those of one rank say nothing.
-    mesh = layout["trainer_mesh"] = {}
-    for axis, size in asdict(_resolve_degrees(config.trainer)).items():
-        if size > 1:
-            mesh[axis] = size
-    return layout
-
-
-def _resolve_degrees(trainer: PolicyTrainer.Config) -> Degrees:
-    return trainer.parallelism.resolve_degrees(trainer.num_procs)
-
-
-def _check_fits(
-    trainer: PolicyTrainer.Config, *, spec: ModelSpec, available: int, on_gpu: bool
-) -> bool:
-    """Return whether the trainer's ranks fit into `available` bytes, which they share on CPUs."""
-    # A ValueError is that of a layout that is refused anyway.
-    with suppress(ValueError):
-        rank = estimate_memory(trainer, spec=spec, degrees=_resolve_degrees(trainer), on_gpu=on_gpu)
-        return (1 if on_gpu else trainer.num_procs) * rank.total <= available
-    return True
-
-
-def describe_memory(
-    trainer: PolicyTrainer.Config,
-    generator: VLLMGenerator.Config,
-    *,
-    spec: ModelSpec,
-    machine: Machine,
-    on_gpu: bool,
-) -> dict[str, Any]:
-    """Estimate the memory of trainer and generator ranks, and the weights that a publish sends."""
-    available = machine.gpu_bytes if on_gpu and machine.gpu_bytes else machine.memory_bytes
-    degree, itemsize = generator.tensor_parallel_degree, getattr(torch, generator.dtype).itemsize
-    work = count_work(spec.model)
-    on_rank = work.parameters * itemsize // degree
-    if on_gpu:
-        # vLLM also takes its activations off this share, so the cache is an upper bound.
-        cache = max(0, int(generator.gpu_memory_utilization * available) - on_rank)
-        tokens = cache * degree // (work.cached * itemsize)
-        # The engine does not start without room for one request of the full length.
-        fits = tokens >= generator.max_model_len
-    else:
-        cache = generator.count_cpu_cache_bytes(spec.model)
-        tokens = generator.count_cpu_cache_tokens(spec.model)
-        fits = generator.num_replicas * degree * (on_rank + cache) <= available
-
-    def of_trainer() -> dict[str, Any]:
-        rank = estimate_memory(trainer, spec=spec, degrees=_resolve_degrees(trainer), on_gpu=on_gpu)
-        parts = {f"{part.name}_gb": _to_gb(getattr(rank, part.name)) for part in fields(rank)}
-        fits = _check_fits(trainer, spec=spec, available=available, on_gpu=on_gpu)
-        return parts | {"peak_gb": _to_gb(rank.total), "fits": fits}
-
-    return {
-        "available_gb": _to_gb(available),
-        "trainer_rank": _try_to_find(of_trainer),
-        "generator_rank": {
-            "weights_gb": _to_gb(on_rank),
-            "cache_gb": _to_gb(cache),
-            "cache_tokens": tokens,
-            "fits": fits,
-        },
-        "publish": {
-            "pushed_gb": _to_gb(work.parameters * itemsize),
-            "pulled_by_rank_gb": _to_gb(on_rank),
-        },
-    }
-
-
-def _to_gb(num_bytes: int) -> float:
-    """Return GB, with three digits."""
-    return float(f"{num_bytes / 1e9:.3g}")
 
 
 def list_idle_options(

@@ -14,6 +14,7 @@ ALIASES = {
     "groups": "loop.groups_per_batch",
     "max_tokens": "loop.sampling.max_tokens",
     "temperature": "loop.sampling.temperature",
+    "alias": "backend.base.aliases",
 }
 """Path of an option by its short name."""
 

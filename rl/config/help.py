@@ -21,7 +21,8 @@ SOURCE_OPTIONS = {
     "resume": "Continue the run of this folder with its config.json; options change fields of it. "
     "Runs code: imports the module that the file names.",
     "explain": (
-        "Show as text or json what the run would be, and which options are refused; start nothing."
+        "Show in twelve lines what the run would be and what is refused, and start nothing; full "
+        "and json show everything. Status 2 if it could not start here."
     ),
 }
 WIDTH = 110

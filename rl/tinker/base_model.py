@@ -38,6 +38,9 @@ class BaseModelFolder(Configurable):
         name: str | None = None
         """Name that clients ask for and open the tokenizer by, such as "Qwen/Qwen3-0.6B"; None: the
         path of its folder, which needs no hub."""
+        aliases: tuple[str, ...] = ()
+        """Further names that clients may ask for the model by, such as those in copied scripts.
+        Scripts that open a tokenizer by such a name need one with the same tokens."""
         folder: str | None = None
         """Hugging Face folder with its tokenizer, GGUF file, package or name on the hub, as
         `hf_assets_path` of a run; None draws a model of `flavor` from `seed`, with a byte
@@ -105,6 +108,7 @@ class BaseModelFolder(Configurable):
         has_head = not self.spec.model.tie_embeddings
         self.info = BaseModelInfo(
             name=name,
+            aliases=config.aliases,
             architecture=self.spec.name,
             max_context_length=context,
             vocab_size=self.spec.model.vocab_size,

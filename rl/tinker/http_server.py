@@ -127,7 +127,9 @@ class TinkerServer(Configurable):
         self, service: Service, listener: socket.socket, backend: TinkerBackend
     ) -> None:
         def print_ready(url: str) -> None:
-            print_line(f"serving the Tinker API at {url}\nbase model: {backend.base_model.name}")
+            base = backend.base_model
+            aliases = f", also as {', '.join(base.aliases)}" if base.aliases else ""
+            print_line(f"serving the Tinker API at {url}\nbase model: {base.name}{aliases}")
 
         memory = asyncio.create_task(give_back_memory(service))
         with _stop_on_signals() as stop:

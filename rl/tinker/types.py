@@ -122,6 +122,8 @@ class BaseModelInfo:
     """A model that a backend offers, with the bounds that requests are checked against."""
 
     name: str
+    aliases: tuple[str, ...] = ()
+    """Further names that clients may ask for it by."""
     architecture: str
     """Name of the model family, such as "qwen3"."""
     max_context_length: int
@@ -142,6 +144,10 @@ class BaseModelInfo:
     """Lowest temperature above 0 that the sampler can divide logits by."""
     topk_prompt_logprobs: bool = True
     """True if the sampler can return the most likely tokens at each position of a prompt."""
+
+    def resolve_alias(self, name: str | None) -> str | None:
+        """Return the model's own name for an alias of it, and any other name as it is."""
+        return self.name if name in self.aliases else name
 
     def count_trained(self, lora: wire.LoraConfig | None) -> int:
         """Return the most parameters that a model of these settings trains."""
@@ -188,8 +194,11 @@ class SampleOutput:
 
 def check_base(base: BaseModelInfo, name: str | None) -> None:
     """Raise InvalidRequestError unless the name is that of the server's base model."""
-    if name != base.name:
-        raise InvalidRequestError(f"base_model={name!r:.100}: must be {base.name!r}")
+    if name == base.name:
+        return
+    valid = " or ".join(map(repr, (base.name, *base.aliases)))
+    hint = f"; a server started with --alias {name:.100} takes it too" if name else ""
+    raise InvalidRequestError(f"base_model={name!r:.100}: must be {valid}{hint}")
 
 
 # Limits

@@ -162,7 +162,8 @@ def _list_classes() -> set[type]:
     classes: set[type] = set()
     waiting: list[type] = [object]
     while waiting:
-        for cls in type.__subclasses__(waiting.pop()):
+        subclasses: list[type] = type.__subclasses__(waiting.pop())
+        for cls in subclasses:
             if cls not in classes:
                 classes.add(cls)
                 waiting.append(cls)
@@ -223,7 +224,7 @@ def load_function(place: str) -> Callable[..., Any]:
         function = getattr(function, part)
     if not callable(function):
         raise ValueError(f"{place!r} is a {type(function).__name__}, not a function")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _load_saved(file: Path) -> Callable[..., Any]:
@@ -233,7 +234,7 @@ def _load_saved(file: Path) -> Callable[..., Any]:
         raise ValueError(f"{str(file)!r} cannot be read: {error.strerror}") from error
     except Exception as error:  # whatever a module of the user's raises when it is imported
         raise ValueError(f"{str(file)!r} cannot be loaded: {describe_user_error(error)}") from error
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _import_place(name: str) -> ModuleType:

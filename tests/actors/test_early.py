@@ -85,6 +85,7 @@ def test_program_whose_actors_need_the_machines_network_starts_anew(
         ("--loop.num_steps 1", True),
         ("", True),
         ("--help", False),
+        ("--help-all", False),
         ("--loop.num_steps 1 -h", False),
         ("--explain json", False),
         ("--explain=json", False),

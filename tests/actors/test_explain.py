@@ -5,15 +5,12 @@ import json
 import psutil
 import pytest
 
+from actors.preflight.arithmetic import bound_staleness, compute_step_arithmetic, describe_memory
 from actors.preflight.checks import Machine
-from actors.preflight.explain import (
-    bound_staleness,
-    compute_step_arithmetic,
-    describe_memory,
-    explain,
-)
+from actors.preflight.explain import explain, show
+from actors.preflight.summary import summarize
 from configs.sum_digits import qwen3_32b, tiny
-from rl.config.cli import main
+from rl.config.cli import main, parse_cli
 from rl.config.configurable import find_idle_options
 from rl.config.json import write_json
 from rl.config.registry import RunRequest
@@ -49,8 +46,83 @@ def test_explaining_neither_starts_nor_writes_anything(tmp_path, capsys, monkeyp
     assert found["memory"]["trainer_rank"]["parameters_gb"] == 0.00312  # 4 * 779,328 bytes
     assert (found["devices"], found["options"]["refused"]) == ("CPU cores of this machine", [])
     assert found["options"]["refused_here"] == []
-    assert start("--explain") == 0
+    assert start("--explain", "full") == 0
     assert "\nstaleness:\n  steps_most: 0\n  policy_versions_most: 0\n" in capsys.readouterr().out
+
+
+def test_explanation_without_a_form_is_twelve_lines(capsys):
+    options = ("--steps", "7", "--parity.enable", "false", "--parity.num_tokens", "5")
+    assert start("--explain", *options) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 12
+    summary = {line[0]: line[1] for line in lines}
+    assert summary["config"] == "sum_digits.tiny; --explain full has every value"
+    assert summary["model"] == "qwen3 tiny, 779 thousand parameters"
+    assert summary["devices"] == "CPU cores of this machine"
+    assert summary["processes"] == "trainer 1, generators 1, reward 1"
+    assert summary["step"] == (
+        "32 prompts x 8 = 256 samples, 1 optimizer step, at most 0 steps off-policy"
+    )
+    assert summary["run"] == (
+        "7 steps, 1,792 samples, evaluated every 20 steps, saved every 500 and at the end"
+    )
+    assert summary["changed"] == (
+        "loop.num_steps 7 instead of 80, parity.enable False instead of True, parity.num_tokens 5 "
+        "instead of 32"
+    )
+    assert summary["no"] == "effect    parity.num_tokens"
+    assert summary["refused"] == "nothing: this run can start here"
+
+
+def test_summary_names_the_layout_the_memory_and_what_is_refused():
+    found = explained("--config", "qwen3_32b")
+    summary = dict(line.split(maxsplit=1) for line in summarize(found).splitlines())
+    assert summary["model"] == "qwen3 32B, 32.8 billion parameters"
+    assert summary["devices"] == "20 GPUs of 80 GB: this machine has 0"
+    assert summary["processes"] == (
+        "trainer 16 (dp_shard 4 x tp 4), generators 1 of 4 each, reward 1, on GPUs 0 to 19"
+    )
+    assert summary["refused"] == "here for 1 reason, below"
+    assert summary["memory"].endswith("of 80.0 GB")
+    refused = explained("--loop.kl_reward.coef", "0.5")
+    assert "\nrefused      anywhere for 1 reason, below" in summarize(refused)
+
+
+def test_many_changes_are_counted():
+    options = ["--loop.num_steps", "7", "--loop.eval_every", "3", "--seed", "4", "--name", "x" * 60]
+    (line,) = [line for line in summarize(explained(*options)).splitlines() if "changed" in line]
+    assert line.count(" instead of ") == 3
+    assert line.endswith(" and 1 more")
+
+
+def test_run_that_could_not_start_here_ends_with_the_reason_and_status_2(capsys):
+    request = parse_cli(
+        ["--config", "qwen3_32b"], default_module="sum_digits", default_config="tiny"
+    )
+    for form in ("text", "full", "json"):
+        assert show(request, form=form, here=LAPTOP) == 2
+        captured = capsys.readouterr()
+        assert "20 GPUs of 80 GB" in captured.out
+        assert captured.err == (
+            "error: this run could not start here: it needs 20 GPUs, and this machine has 0\n"
+        )
+
+
+def test_gpu_that_is_too_small_is_a_reason():
+    small = Machine(
+        num_gpus=8, gpu_bytes=10**9, gpu_capability=(8, 0), num_cores=8, memory_bytes=10**12
+    )
+    (reason,) = explained("--config", "qwen3_8b", here=small)["options"]["refused_here"]
+    assert reason.startswith("qwen3 8B needs ")
+    assert reason.endswith("; a GPU of this machine has 1 GB")
+
+
+def test_missing_model_is_a_reason_and_status_2(tmp_path, capsys):
+    assert start("--explain", "--hf_assets_path", str(tmp_path / "nowhere")) == 2
+    captured = capsys.readouterr()
+    assert "refused      here for 1 reason, below" in captured.out
+    says = f"error: this run could not start here: hf_assets_path='{tmp_path}/nowhere': "
+    assert captured.err.startswith(says)
 
 
 def test_resumed_run_lists_what_differs_from_its_registry_function(tmp_path):
@@ -89,7 +161,7 @@ def test_32b_config_on_a_laptop_is_laid_out_on_assumed_gpus():
     assert rank["fits"]
     assert publish == {"pushed_gb": 65.5, "pulled_by_rank_gb": 16.4}
     assert found["options"]["refused"] == []
-    assert found["options"]["refused_here"] == []
+    assert found["options"]["refused_here"] == ["it needs 20 GPUs, and this machine has 0"]
     assert "Qwen/Qwen3-32B, which a run would download" in found["not_checked"]
     assert found["step"]["trained_tokens_most"] == 256 * 1023
 
@@ -115,7 +187,7 @@ def test_all_refusals_are_printed_and_a_run_stops_at_the_first(capsys):
         "--trainer.num_procs", "3", "--trainer.parallelism.tensor_parallel_degree", "3",
         "--generator.max_model_len", "4096", "--loop.kl_reward.coef", "0.5",
     ]  # fmt: skip
-    assert start("--explain", *options) == 2
+    assert start("--explain", "full", *options) == 2
     captured = capsys.readouterr()
     faults = [line.removeprefix("error: ") for line in captured.err.splitlines()]
     for message in (

@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from rl.utils.user_code import load_function
 
 
 @contextmanager
-def enter_user_folder(folder: Path, monkeypatch) -> Iterator[Callable[[str, str], Path]]:
+def enter_user_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str], Path]]:
     """Make a folder the current one, and yield a function that writes a file into it.
 
     @pytest.fixture

@@ -65,6 +65,12 @@ def test_invalid_setting_of_a_loss_is_named(name, settings, says):
         InvalidRequestError, match=r"loss_fn='custom': must be one of cross_entropy, .*gspo"
     ):
         find_loss("custom")
+    says = (
+        r"loss_fn='stable_reinforce': its formula is not public, set loss_fn=importance_sampling "
+        r"or ppo: must be one of cross_entropy, "
+    )
+    with pytest.raises(InvalidRequestError, match=says):
+        find_loss("stable_reinforce")
 
 
 # Data

@@ -1,6 +1,7 @@
 """Creation and loading of models, and settings of requests."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,28 @@ async def test_model_is_created_once_with_the_id_that_clients_derive(client):
     assert (await client.result(f"{model}:0")).model_id == model
     assert client.service.training.find_live_stream(model, ME).settings == LORA
     assert client.backend.names("delete_model") == ["create_model"]
+
+
+@service_test(virtual=False)
+async def test_alias_is_another_name_of_the_base_model(client):
+    alias = "Qwen/Qwen3-8B"
+    says = "must be 'tiny'; a server started with --alias Qwen/Qwen3-8B takes it too"
+    with pytest.raises(InvalidRequestError, match=says):
+        client.model(base_model=alias)
+    client.backend.base_model = replace(BASE, aliases=(alias,))
+    model = client.model(base_model=alias)
+    await client.result(f"{model}:0")
+    # A checkpoint is of the model itself, so that a server without the alias loads it too.
+    assert client.service.training.find_live_stream(model, ME).settings == LORA
+    info = await client.service.training.get_info(wire.GetInfoRequest(model_id=model), owner=ME)
+    assert (info.model_name, info.model_data.tokenizer_id) == ("tiny", BASE.tokenizer_folder)
+    session = model.partition(":")[0]
+    client.sample(client.create_sampler(session, 1, base_model=alias))
+    path = await client.saved(model, 1, "state")
+    loaded = client.load(path, session_id=session, model_seq_id=9, base_model=alias)
+    assert (await client.result(loaded)).path == path
+    offered = (await client.service.get_capabilities()).supported_models
+    assert [model.model_name for model in offered] == ["tiny", alias]
 
 
 @service_test()

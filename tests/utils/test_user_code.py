@@ -25,7 +25,8 @@ def describe(place, *arguments):
     try:
         function(*arguments)
     except Exception as error:  # noqa: BLE001
-        return describe_user_error(error.with_traceback(error.__traceback__.tb_next))
+        trace = error.__traceback__
+        return describe_user_error(error.with_traceback(trace.tb_next if trace else None))
     raise AssertionError("no error")
 
 

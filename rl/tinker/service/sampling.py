@@ -269,7 +269,7 @@ class SamplingSessions:
         session = self._sessions.find_live(body.session_id, owner)
         new_id = self.make_id(session, body.sampling_session_seq_id)
         if new_id not in self._get_sources(session):
-            stored, name = None, body.base_model
+            stored, name = None, self._backend.base_model.resolve_alias(body.base_model)
             if body.model_path is not None:
                 stored = self._storage.find_weights(
                     body.model_path, "sampler", owner, base_model=name

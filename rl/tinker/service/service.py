@@ -144,15 +144,18 @@ class Service:
         return {"status": "accepted"}
 
     async def get_capabilities(self) -> wire.GetServerCapabilitiesResponse:
-        """Return the base model that the server offers."""
+        """Return the base model that the server offers, first by its own name."""
         base = self._backend.base_model
-        model = wire.SupportedModel(
-            model_name=base.name,
-            max_context_length=base.max_context_length,
-            trainable=True,
-            sampleable=True,
-        )
-        return wire.GetServerCapabilitiesResponse(supported_models=[model])
+        models = []
+        for name in (base.name, *base.aliases):
+            model = wire.SupportedModel(
+                model_name=name,
+                max_context_length=base.max_context_length,
+                trainable=True,
+                sampleable=True,
+            )
+            models.append(model)
+        return wire.GetServerCapabilitiesResponse(supported_models=models)
 
     # Calls about results
 

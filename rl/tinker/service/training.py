@@ -202,7 +202,9 @@ class TrainingCalls:
             _check_optimizer(body.optimizer_config)
             has_lora = body.lora_config is not None and body.lora_config.rank
             lora = body.lora_config if has_lora else None
-            settings = ModelSettings(base_model=body.base_model, lora=lora)
+            # A checkpoint has the model's own name, whatever the script calls it.
+            name = self._backend.base_model.resolve_alias(body.base_model)
+            settings = ModelSettings(base_model=name or body.base_model, lora=lora)
         adapters = self._make_adapters(settings)
 
         # All checks come first: from here on the model's id is used up.
@@ -417,7 +419,8 @@ class TrainingCalls:
             raise InvalidRequestError(
                 "weights_access_token: must be left out, other keys' weights are private"
             )
-        return self._storage.find_weights(body.path, "training", owner, base_model=body.base_model)
+        name = self._backend.base_model.resolve_alias(body.base_model)
+        return self._storage.find_weights(body.path, "training", owner, base_model=name)
 
 
 def _check_optimizer(config: wire.OptimizerConfig | None) -> None:

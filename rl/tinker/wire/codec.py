@@ -34,6 +34,8 @@ from rl.tinker.types import (
     check_range,
 )
 from rl.tinker.wire.datums import (
+    NOT_PUBLIC,
+    STABLE_REINFORCE,
     WireLoss,
     WireSamples,
     check_ids,
@@ -349,7 +351,9 @@ def check_sample(body: wire.SampleRequest, base: BaseModelInfo) -> SampleRequest
     for name in UNSUPPORTED:
         value = getattr(body, name)
         if value:
-            raise InvalidRequestError(f"{name}: {value!a:.80} is not supported; leave it out")
+            # What samplers record for this loss, the default of some recipes.
+            hint = f" ({STABLE_REINFORCE}: {NOT_PUBLIC})" if name == "record_stability_info" else ""
+            raise InvalidRequestError(f"{name}: {value!a:.80} is not supported; leave it out{hint}")
     params = body.sampling_params
     prompt = _read_prompt(body, base)
     _check_ranges(body, prompt.size, base)

@@ -117,13 +117,19 @@ _LOSSES = (
         optional=(RATIO_MASK,),
     ),
 )
+STABLE_REINFORCE = "stable_reinforce"
+NOT_PUBLIC = "its formula is not public, set loss_fn=importance_sampling or ppo"
+"""Reason to refuse StableReinforce, the default of some recipes, and what to set instead."""
 LOSSES: Mapping[str, WireLoss] = {loss.name: loss for loss in _LOSSES}
 
 
 def find_loss(name: str) -> WireLoss:
     """Return a loss of the API; raise InvalidRequestError, which lists them, if there is none."""
     if name not in LOSSES:
-        raise InvalidRequestError(f"loss_fn={name!r:.100}: must be one of {', '.join(LOSSES)}")
+        reason = f" {NOT_PUBLIC}:" if name == STABLE_REINFORCE else ""
+        raise InvalidRequestError(
+            f"loss_fn={name!r:.100}:{reason} must be one of {', '.join(LOSSES)}"
+        )
     return LOSSES[name]
 
 
