@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Mapping
 
 import pytest
 
@@ -180,7 +181,9 @@ def test_logger_that_hangs_at_every_record_delays_no_step(tmp_path):
 
 
 def test_watcher_looks_as_often_as_its_share_of_the_time_allows():
-    now_s, looks, shown = 0.0, [], []
+    now_s = 0.0
+    looks: list[float] = []
+    shown: list[Mapping[str, str]] = []
 
     def find_now():
         nonlocal now_s
