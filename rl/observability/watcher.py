@@ -39,6 +39,7 @@ class FindingsWatcher(MetricsLogger):
         self._clock = clock
         self._find_now: FindNow | None = None
         self._next_s = 0.0
+        self._is_first = True
         self._has_news = False
         """True if a step was written after the last look."""
         self._texts: Mapping[str, str] = {}
@@ -47,6 +48,7 @@ class FindingsWatcher(MetricsLogger):
         # The files of a run that went back are shorter than those that were read.
         self._find_now = self._follow()
         self._next_s = self._clock()
+        self._is_first = True
 
     def write(self, step: int, values: Mapping[str, float], *, row: int) -> None:
         self._has_news = True
@@ -64,7 +66,9 @@ class FindingsWatcher(MetricsLogger):
         start_s = self._clock()
         texts = self._find_now()
         end_s = self._clock()
-        self._next_s = end_s + (end_s - start_s) / MAX_SHARE
+        # The first look reads all that a resumed run has written before, which is done once.
+        self._next_s = end_s + (0.0 if self._is_first else (end_s - start_s) / MAX_SHARE)
+        self._is_first = False
         if texts != self._texts:
             self._texts = texts
             self._show(texts)

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Mapping
 
 import pytest
 
@@ -188,12 +189,14 @@ def test_logger_that_hangs_at_every_record_delays_no_step(tmp_path):
 
 
 def test_watcher_looks_as_often_as_its_share_of_the_time_allows():
-    now_s, looks, shown = 0.0, [], []
+    now_s = 0.0
+    looks: list[float] = []
+    shown: list[Mapping[str, str]] = []
 
     def find_now():
         nonlocal now_s
         looks.append(now_s)
-        now_s += 0.01
+        now_s += 1 / 128
         return {} if len(looks) < 2 else {"slow_reward": "slow"}
 
     watcher = FindingsWatcher(follow=lambda: find_now, show=shown.append, clock=lambda: now_s)
@@ -201,15 +204,15 @@ def test_watcher_looks_as_often_as_its_share_of_the_time_allows():
     for step in range(1, 21):
         watcher.write(step, {"reward/mean": 0.5}, row=2 * step)
         now_s += 0.5
-    # A look takes 0.01 s, half a percent of the 2 s until the next.
-    assert looks == pytest.approx([0.0, 2.01, 4.02, 6.03, 8.04], abs=0.6)
+    # The first look is not counted; the others take half a percent of the 1.6 s until the next.
+    assert looks == pytest.approx([0.0, 0.508, 2.516, 4.523, 6.531, 8.539], abs=1e-3)
     assert shown == [{"slow_reward": "slow"}]
     watcher.close(failed=True)  # of what came after the last look
     watcher.close(failed=True)
-    assert len(looks) == 6
+    assert len(looks) == 7
     watcher.open(8)
     watcher.write(9, {"reward/mean": 0.5}, row=18)
-    assert len(looks) == 7
+    assert len(looks) == 8
 
 
 def test_findings_of_a_run_reach_its_console(tmp_path):

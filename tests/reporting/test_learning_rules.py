@@ -1,24 +1,26 @@
 """Rules for runs that cannot learn, on made-up numbers."""
 
+from typing import Any
+
 import pytest
 
 from rl.reporting.evidence import RolloutEvidence
 from rl.reporting.findings import KINDS, find
 from tests.support.report_runs import rollout, run_data
 
-LOOP = {"groups_per_batch": 16, "group_size": 8, "sampling": {"max_tokens": 32}}
+LOOP: dict[str, Any] = {"groups_per_batch": 16, "group_size": 8, "sampling": {"max_tokens": 32}}
 """128 replies a step."""
-CHAT = {"renderer": {"kind": "raw"}, "hf_assets_path": "some/chat-model"}
-STARTED = [{"time": 1.0, "event": "started", "chat_template": True}]
+CHAT: dict[str, Any] = {"renderer": {"kind": "raw"}, "hf_assets_path": "some/chat-model"}
+STARTED: list[dict[str, Any]] = [{"time": 1.0, "event": "started", "chat_template": True}]
 
-NOTHING = {"reward__correct": lambda s: 0.0, "reward__equal_groups": lambda s: 1.0}
+NOTHING: dict[str, Any] = {"reward__correct": lambda s: 0.0, "reward__equal_groups": lambda s: 1.0}
 """Metrics that follow from any cause before the rewards."""
-ALL_CUT_OFF = {
+ALL_CUT_OFF: dict[str, Any] = {
     "completion__cut_off": lambda s: 1.0,
     "reward__num_unparsed": lambda s: 128,
     **NOTHING,
 }
-MOST_UNPARSED = {
+MOST_UNPARSED: dict[str, Any] = {
     "reward__num_unparsed": lambda s: 100,
     "reward__correct": lambda s: 0.1,
     "reward__equal_groups": lambda s: 0.95,
@@ -113,8 +115,8 @@ def test_run_of_single_replies_that_is_never_right_is_found():
 
 
 def test_unknown_config_takes_the_number_of_trained_replies():
-    speed = {"perf__samples_per_s": lambda s: 12.8}  # in steps of 10 s
-    assert only(run_data(3, **speed, **NOTHING), "never_right")
+    # In steps of 10 s.
+    assert only(run_data(3, perf__samples_per_s=lambda s: 12.8, **NOTHING), "never_right")
 
 
 @pytest.mark.parametrize("num_right", [0.0, 0.25])
@@ -177,8 +179,14 @@ def test_schedule_that_has_ended_is_found():
 
 
 def test_gradient_of_zero_with_unequal_rewards_is_found():
-    by_step = {"loss__grad_norm": lambda s: 0.0, "reward__std": lambda s: 0.44}
-    finding = only(run_data(10, loop=LOOP, rollouts=[reply(9)], **by_step), "nothing_learned")
+    run = run_data(
+        10,
+        loop=LOOP,
+        rollouts=[reply(9)],
+        loss__grad_norm=lambda s: 0.0,
+        reward__std=lambda s: 0.44,
+    )
+    finding = only(run, "nothing_learned")
     assert finding.title == "The gradient is 0"
     assert "in 10 steps whose rewards differ by 0.44" in finding.sentence
     assert texts(finding) == ["47 and 82"]
@@ -191,7 +199,7 @@ def test_gradient_of_masked_replies_is_zero_because_they_are_cut_off():
     assert only(run, "replies_cut_off")
 
 
-def slow(score_s):
+def slow(score_s: float) -> dict[str, Any]:
     """Return the times of steps of ten seconds without their generation."""
     return {
         "time__score_s": lambda s: score_s if s > 5 else 0.1,
@@ -212,7 +220,7 @@ def test_slow_reward_is_found():
 
 # Similar numbers of healthy runs
 
-HEALTHY = {
+HEALTHY: dict[str, dict[str, Any]] = {
     "replies that are cut off in 30%": {"completion__cut_off": lambda s: 0.3},
     "cut off at first, while the policy learns to be brief": {
         "completion__cut_off": lambda s: max(0.0, 1.0 - s / 10),
@@ -274,7 +282,7 @@ def test_healthy_run_has_no_findings(by_step, values, num_steps):
 
 # What users of other trainers have reported, with the numbers of their logs
 
-REPORTS = {
+REPORTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "ms-swift 4950: completions/clipped_ratio stays 1.0 with rewards for similarity": (
         "replies_cut_off",
         {
