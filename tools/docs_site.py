@@ -19,6 +19,9 @@ OUTSIDE_LINK = re.compile(r"(?<!!)\[([^\]\[]*)\]\(\.\./[^)]+\)")
 README_LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 """End of a link of README.md to a file of the repository."""
 
+CODE_IN_ROW = re.compile(r"(?<=[ |])`[^`\n]*\\\|[^`\n]*`")
+"""Code with an escaped bar, which only rows of tables have."""
+
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add README.md as the first page."""
@@ -42,5 +45,7 @@ def make_index() -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace links to files that the site does not have by their texts."""
-    return OUTSIDE_LINK.sub(lambda match: match[1], markdown)
+    """Replace links to files that the site does not have by their texts; unescape bars of code."""
+    markdown = OUTSIDE_LINK.sub(lambda match: match[1], markdown)
+    # GitHub ends a cell at a bar in code unless it is escaped; the site shows the backslash.
+    return CODE_IN_ROW.sub(lambda match: match[0].replace("\\|", "|"), markdown)

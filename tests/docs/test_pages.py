@@ -21,7 +21,7 @@ SiteLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
 
 def list_nav(entries):
     """Return the pages of the site's navigation, in order."""
-    pages = []
+    pages: list[str] = []
     for entry in entries:
         (target,) = entry.values()
         pages += [target] if isinstance(target, str) else list_nav(target)
@@ -76,6 +76,11 @@ def test_site_has_no_links_out_of_its_folder():
         assert "](../" not in docs_site.on_page_markdown(text)
     changed = docs_site.on_page_markdown("see [`rl/local.py`](../rl/local.py), [run](first_run.md)")
     assert changed == "see `rl/local.py`, [run](first_run.md)"
+
+
+def test_site_shows_bars_of_code_without_a_backslash():
+    row = r"| `lr` | `float \| None` | `None` | a \| b |"
+    assert docs_site.on_page_markdown(row) == r"| `lr` | `float | None` | `None` | a \| b |"
 
 
 def test_pages_have_no_open_fence():

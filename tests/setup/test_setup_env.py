@@ -84,7 +84,7 @@ def test_cpu_torch_is_installed_from_pytorch_if_the_index_lacks_it(environment):
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
-        (["tset"], {}, "there is no group 'tset'; valid groups: float8, gguf, hooks"),
+        (["tset"], {}, "there is no group 'tset'; valid groups: docs, float8, gguf, hooks"),
         ([], {"RELAY_DEVICE": "tpu"}, "RELAY_DEVICE='tpu' is not valid"),
         (
             ["tasks"],
