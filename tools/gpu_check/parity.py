@@ -62,6 +62,8 @@ class Case:
     training: Mapping[str, Any] = field(default_factory=dict)
     """Options of `training` on the checked device alone."""
     rtol: float = EXACT
+    reads_sizes: bool = False
+    """True if sizes are computed on the device, so that it has to compute."""
 
 
 RECOMPUTED = ActivationCheckpointConfig(mode="full")
@@ -82,7 +84,7 @@ GRADIENTS = {
     "logits in chunks": Case(training={"logits_chunk_tokens": 16}),
     "blocks computed again": Case(options={"activation_checkpoint": RECOMPUTED}),
     "adapters": Case(options={"converters": (LoRA.Config(rank=8),)}),
-    "experts": Case(family="qwen3_moe"),
+    "experts": Case(family="qwen3_moe", reads_sizes=True),
     "windows": Case(family="gemma3_text"),
     "bfloat16": Case(loss=UNBOUNDED, training=IN_HALF, rtol=HALF),
     "bfloat16, prompts not shared": Case(
@@ -105,12 +107,14 @@ def parity(report: Report, *, device: str = "cuda") -> None:
     """Compare every case; an error in one does not keep the others from being compared."""
     parts: dict[str, Callable[[], None]] = {}
     for name, case in GRADIENTS.items():
-        parts[f"gradient, {name}"] = partial(_compare_gradients, report, name, case, device)
+        if report.numbers or not case.reads_sizes:
+            parts[f"gradient, {name}"] = partial(_compare_gradients, report, name, case, device)
     for name in UPDATES:
         parts[f"update, {name}"] = partial(_compare_updates, report, name, device)
     parts["early steps"] = partial(_compare_early_steps, report, device)
     parts["sleep"] = partial(_compare_after_sleep, report, device)
-    parts["sampler"] = partial(_compare_samplers, report, device)
+    if report.numbers:  # The sampler repeats rows as often as the device says.
+        parts["sampler"] = partial(_compare_samplers, report, device)
     for name, compare in parts.items():
         try:
             compare()
