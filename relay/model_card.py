@@ -36,7 +36,7 @@ Records = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardFacts:
-    """What a card is made of."""
+    """Parts of a run that its card is made of."""
 
     repository: str
     """owner/name on the hub."""
@@ -82,6 +82,7 @@ def make_card(facts: CardFacts) -> str:
 def _make_metadata(facts: CardFacts) -> str:
     import yaml
 
+    # In the order in which the hub shows them.
     values: dict[str, Any] = {}
     if facts.license is not None:
         values["license"] = facts.license
@@ -134,10 +135,12 @@ def _make_evaluation_table(records: Records) -> str:
     if not evaluations:
         return ""
     first, last = evaluations[0], evaluations[-1]
+    # A run without training steps has one evaluation, which is the first and the last.
     lines = [f"| metric | step {first['step']:.0f} | step {last['step']:.0f} |", "|---|---|---|"]
     if len(evaluations) == 1:
         lines = [f"| metric | step {last['step']:.0f} |", "|---|---|"]
     for name in last:
+        # Counts of problems and failures say nothing about the model.
         if not name.startswith("eval/") or "/num_" in name or name.endswith("/turns_mean"):
             continue
         cells = [first.get(name), last[name]] if len(evaluations) > 1 else [last[name]]

@@ -20,6 +20,8 @@ from rl.utils.printing import print_error, print_text
 NUM_ROWS = 40
 LARGEST = 9
 """Largest number of a sum."""
+SEED = 8
+"""Seed of the rows. What is held out depends on their content: of these it is five."""
 
 TASK = '''\
 """Your task: what a reply earns, and a config that trains on it."""
@@ -146,8 +148,9 @@ def write_project(folder: Path) -> list[str]:
 
 def make_rows() -> list[dict[str, str]]:
     """Return the rows of the sample data, which are always the same."""
+    # Without repetition, so that no question is both trained on and held out.
     pairs = [(a, b) for a in range(1, LARGEST + 1) for b in range(1, LARGEST + 1)]
-    chosen = random.Random(0).sample(pairs, NUM_ROWS)
+    chosen = random.Random(SEED).sample(pairs, NUM_ROWS)
     return [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in chosen]
 
 

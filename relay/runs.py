@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_error(f"error: {folder}: there is no such folder")
             return 2
         for run in find_runs(folder):
+            # Two folders of the command may hold the same run.
             place = run.resolve()
             if place not in seen:
                 seen.add(place)

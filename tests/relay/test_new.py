@@ -62,6 +62,8 @@ def test_commands_of_the_readme_are_true(project):
         task = request.config.task
         assert (task.train_files, task.reward) == (("data/train.jsonl",), ("my_task:is_right",))
         assert (task.columns.question, task.columns.answer) == ("question", "answer")
+        # A single problem would be no evaluation.
+        assert len(task.build().eval_sets()["held_out"]) == 5
     reported = {path for name, *paths in commands if name == "report" for path in paths}
     given = {command[command.index("--name") + 1] for command in commands if "--name" in command}
     assert reported == {f"outputs/{name}" for name in given}
