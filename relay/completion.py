@@ -140,6 +140,7 @@ def make_zsh() -> str:
 def make_fish() -> str:
     """Return the script for fish."""
     lines = []
+    # In single quotes fish knows two escapes.
     for name, subcommand in SUBCOMMANDS.items():
         title = subcommand.title.replace("\\", "\\\\").replace("'", "\\'")
         lines.append(f"complete -c relay -n __fish_use_subcommand -f -a {name} -d '{title}'")

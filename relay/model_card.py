@@ -36,7 +36,7 @@ Records = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardFacts:
-    """What a card is made of."""
+    """Parts of a run that its card is made of."""
 
     repository: str
     """owner/name on the hub."""
@@ -82,6 +82,7 @@ def make_card(facts: CardFacts) -> str:
 def _make_metadata(facts: CardFacts) -> str:
     import yaml
 
+    # In the order in which the hub shows them.
     values: dict[str, Any] = {}
     if facts.license is not None:
         values["license"] = facts.license
@@ -96,34 +97,34 @@ def _make_metadata(facts: CardFacts) -> str:
 
 
 def _describe(facts: CardFacts) -> str:
-    values = facts.config.get("values") or {}
-    given = get_value_at(values, "hf_assets_path")
+    """Return a sentence: which model it is, and how it was trained."""
+    given = get_value_at(facts.config["values"], "hf_assets_path")
     base = find_base_model(facts.config)
     if base is not None:
-        start = f"[{base}](https://huggingface.co/{base})"
+        model = f"[{base}](https://huggingface.co/{base})"
     else:
-        start = "A small model" if given is None else f"`{_hide_folder(given)}`"
+        model = "A small model made from scratch" if given is None else f"`{_hide_folder(given)}`"
+    if facts.is_adapter:
+        model = f"LoRA adapters of {model}"
     origin = ".".join(str(facts.config[key]) for key in ("module", "config") if key in facts.config)
     num_steps = max((int(record["step"]) for record in facts.records), default=0)
-    what = "LoRA adapters of it were" if facts.is_adapter else "It was"
     return (
-        f"{start}. {what} trained by reinforcement learning with relay: {num_steps} steps of the "
-        f"config `{origin or 'unknown'}`."
+        f"{model}, trained by reinforcement learning with relay: {num_steps} steps of the config "
+        f"`{origin or 'unknown'}`."
     )
 
 
 def _make_example(facts: CardFacts) -> str:
-    library, model_class = "transformers", "AutoModelForCausalLM"
+    name, tokenizer, model_class = facts.repository, facts.repository, "AutoModelForCausalLM"
+    imports = f"from transformers import {model_class}, AutoTokenizer"
     if facts.is_adapter:
-        library, model_class = "peft", "AutoPeftModelForCausalLM"
-    tokenizer = facts.repository
-    if facts.is_adapter:
+        model_class = "AutoPeftModelForCausalLM"
+        imports = f"from peft import {model_class}\nfrom transformers import AutoTokenizer"
         # A PEFT folder has no tokenizer.
         tokenizer = find_base_model(facts.config) or "the base model"
     return (
-        f"from {library} import {model_class}\n"
-        "from transformers import AutoTokenizer\n\n"
-        f'model = {model_class}.from_pretrained("{facts.repository}")\n'
+        f"{imports}\n\n"
+        f'model = {model_class}.from_pretrained("{name}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")'
     )
 
@@ -134,10 +135,12 @@ def _make_evaluation_table(records: Records) -> str:
     if not evaluations:
         return ""
     first, last = evaluations[0], evaluations[-1]
+    # A run without training steps has one evaluation, which is the first and the last.
     lines = [f"| metric | step {first['step']:.0f} | step {last['step']:.0f} |", "|---|---|---|"]
     if len(evaluations) == 1:
         lines = [f"| metric | step {last['step']:.0f} |", "|---|---|"]
     for name in last:
+        # Counts of problems and failures say nothing about the model.
         if not name.startswith("eval/") or "/num_" in name or name.endswith("/turns_mean"):
             continue
         cells = [first.get(name), last[name]] if len(evaluations) > 1 else [last[name]]
@@ -154,11 +157,12 @@ def _format_number(value: float | None) -> str:
 
 
 def _make_settings_table(facts: CardFacts) -> str:
-    values = dict(walk_leaves(facts.config.get("values") or {}))
+    values = dict(walk_leaves(facts.config["values"]))
     defaults = dict(walk_leaves(facts.defaults))
     lines = []
     for path, value in values.items():
-        is_changed = bool(defaults) and (path not in defaults or defaults[path] != value)
+        # Without the defaults it is unknown what was changed.
+        is_changed = bool(facts.defaults) and defaults.get(path, ...) != value
         if path in NOT_SHOWN or path.startswith(NOT_SHOWN_BELOW):
             continue
         if is_changed or path in SETTINGS:

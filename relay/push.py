@@ -51,6 +51,7 @@ class Upload:
 def main(argv: Sequence[str] | None = None) -> int:
     """Upload a model, and return the exit status."""
     options = _parse(argv)
+    # First all that needs no network.
     try:
         run = Path(options.run).expanduser()
         folder = find_model(run, is_adapter=options.adapter)
@@ -81,7 +82,7 @@ def find_model(run: Path, *, is_adapter: bool) -> Path:
         raise ValueError(f"{run}: there is no such folder; give the folder of a run")
     refuse_special_files(run)
     config = _read_object(run / CONFIG)
-    if "values" not in config:
+    if not isinstance(config.get("values"), dict):
         raise ValueError(f"{run} is not the folder of a run: it has no readable {CONFIG}")
     checkpoints = get_value_at(config["values"], "trainer.checkpoint.folder", "checkpoints")
     folder = run / str(checkpoints) / (ADAPTER_FOLDER if is_adapter else HF_FOLDER)
@@ -216,6 +217,7 @@ def _send(api: HfApi, upload: Upload, *, private: bool) -> int:
     from huggingface_hub import CommitOperationAdd
     from huggingface_hub.errors import HfHubHTTPError
 
+    # One commit, so that nobody sees the card without the weights.
     operations = [
         CommitOperationAdd(path_in_repo=name, path_or_fileobj=file)
         for name, file in upload.files.items()

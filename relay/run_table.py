@@ -140,6 +140,7 @@ def summarize_run(
         wall_clock_s: present time in seconds since 1970.
     """
     wall_clock_s = time.time() if wall_clock_s is None else wall_clock_s
+    # Each part stands for itself: a damaged file costs its own columns only.
     config = _read_config(folder / CONFIG)
     events = _read_events(folder / EVENTS)
     first, last, step = _read_metrics(folder / METRICS)
@@ -260,6 +261,7 @@ def _find_last_records(content: BinaryIO) -> tuple[Values, Values]:
             del lines[0]  # its beginning is missing
         evaluation = _find_last(lines, is_evaluation=True)
         step = _find_last(lines, is_evaluation=False)
+        # Most runs evaluate every few steps, so that the first piece is enough.
         if (evaluation and step) or not start or num_bytes >= MAX_TAIL_BYTES:
             return evaluation, step
         num_bytes = min(size, 4 * num_bytes)

@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_error(f"error: {folder}: there is no such folder")
             return 2
         for run in find_runs(folder):
+            # Two folders of the command may hold the same run.
             place = run.resolve()
             if place not in seen:
                 seen.add(place)
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def sort_runs(runs: Sequence[RunSummary], *, by: str) -> list[RunSummary]:
     """Return the runs in an order of `ORDERS`; those without the value come last."""
     value_of = ORDERS[by]
-    known, unknown = [], []
+    known: list[RunSummary] = []
+    unknown: list[RunSummary] = []
     for run in sorted(runs, key=lambda run: run.name):
         value = value_of(run)
         is_known = value is not None and not (isinstance(value, float) and math.isnan(value))

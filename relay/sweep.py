@@ -50,7 +50,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepTask:
-    """What is left to do for one run of a sweep."""
+    """Next action for one run of a sweep."""
 
     run: PlannedRun
     folder: Path
@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     own, common = _split(argv)
     options = _parse(own)
+    # Nothing is written before every run has been checked.
     try:
         runs = plan_runs(options.name, _list_option_sets(options))
         _refuse_options(common, runs)
@@ -96,6 +97,7 @@ def _list_option_sets(options: argparse.Namespace) -> list[Any]:
         raise ValueError(
             "nothing to sweep over: give --over OPTION=VALUE,VALUE,... or --list FILE.json"
         )
+    # Without --over the grid is one point without options, and without --list there is one set.
     grid = make_grid(map(parse_over, options.over))
     option_sets = read_list(Path(options.list).expanduser()) if options.list else [{}]
     combined = []
@@ -158,6 +160,7 @@ def check_runs(runs: Sequence[PlannedRun], common: Sequence[str]) -> Path:
         module, config = choose_origin(arguments)
         try:
             request = parse_cli(arguments, default_module=module, default_config=config)
+            # A server's config, for example, has no folder of runs.
             if not hasattr(request.config, "dump_folder"):
                 raise ValueError(f"{request.origin} is not a training run")
             check_rules(request.config, RULES)
@@ -189,6 +192,7 @@ def plan_tasks(
 
 
 def _plan_task(run: PlannedRun, folder: Path, *, is_known: bool) -> SweepTask:
+    # A run that was refused has left no folder.
     if not is_run(folder):
         return SweepTask(run=run, folder=folder, action="start")
     if not is_known:
@@ -203,6 +207,7 @@ def _plan_task(run: PlannedRun, folder: Path, *, is_known: bool) -> SweepTask:
 def make_command(task: SweepTask, common: Sequence[str]) -> list[str]:
     """Return the command of a run."""
     command = [sys.executable, "-m", "relay", "train"]
+    # A resumed run has all of its options in its config.json.
     if task.action == "resume":
         return [*command, "--resume", str(task.folder)]
     command += [*common, *task.run.list_arguments(), f"--name={task.run.name}"]
@@ -235,6 +240,7 @@ def run_tasks(tasks: Sequence[SweepTask], common: Sequence[str]) -> int:
         if interrupted:
             print_text(f"sweep: {place} was stopped after {took}")
             break
+        # The others go on: one value that diverges should not cost the rest of the sweep.
         if status:
             failures[task.run.name] = status
         how = f"failed with status {status}" if status else "finished"

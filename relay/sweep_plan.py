@@ -137,6 +137,7 @@ def plan_runs(sweep: str, option_sets: Sequence[Options]) -> list[PlannedRun]:
         for option in options:
             if option in NOT_SWEPT:
                 raise ValueError(f"{option}: a sweep cannot have several values of it")
+    # The names are the same whenever the sweep is started again, so that it finds its runs.
     parts = _choose_parts(option_sets)
     names = [_name_run(sweep, options, parts) for options in option_sets]
     counts = Counter(names)
@@ -179,7 +180,7 @@ def _digest(options: Options) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRecord:
-    """What a sweep was started with, in a file beside its runs."""
+    """Options and runs of a sweep, in a file beside its runs."""
 
     common: tuple[str, ...]
     """Arguments of `relay train` that all runs have."""

@@ -50,7 +50,7 @@ def test_project_has_its_files(project):
 def test_commands_of_the_readme_are_true(project):
     commands = list_commands(project)
     names = [command[0] for command in commands]
-    assert names == ["explain", "train", "report", "train", "report", "runs"]
+    assert names == ["train", "report", "explain", "train", "report", "runs"]
     assert set(names) <= set(SUBCOMMANDS)
     for name, *arguments in commands:
         if name not in ("train", "explain"):
@@ -62,6 +62,8 @@ def test_commands_of_the_readme_are_true(project):
         task = request.config.task
         assert (task.train_files, task.reward) == (("data/train.jsonl",), ("my_task:is_right",))
         assert (task.columns.question, task.columns.answer) == ("question", "answer")
+        # A single problem would be no evaluation.
+        assert len(task.build().eval_sets()["held_out"]) == 5
     reported = {path for name, *paths in commands if name == "report" for path in paths}
     given = {command[command.index("--name") + 1] for command in commands if "--name" in command}
     assert reported == {f"outputs/{name}" for name in given}

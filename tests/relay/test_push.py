@@ -108,6 +108,14 @@ def test_dry_run_writes_a_card_that_can_be_edited_and_asks_no_network(run, hub, 
     assert hub.files["me/sums"]["README.md"] == b"my own card"
 
 
+def test_without_defaults_the_card_has_the_usual_settings_only(run, capsys):
+    (run / "defaults.json").unlink()
+    assert push.main([str(run), "me/sums", "--dry_run"]) == 0
+    body = (run / "checkpoints" / "hf" / "README.md").read_text()
+    assert "| `loop.num_steps` | 8 |" in body
+    assert "max_off_policy_steps" not in body
+
+
 def test_private_upload_does_not_go_into_a_public_repository(run, hub, capsys):
     assert push.main([str(run), "me/sums"]) == 0
     before = dict(hub.files["me/sums"])

@@ -81,7 +81,7 @@ def test_damaged_files_leave_their_columns_empty(tmp_path, capsys):
 def test_evaluations_far_from_the_ends_of_a_long_file_are_found(tmp_path):
     folder = make_run(tmp_path / "run", MadeRun(num_steps=3))
     filler = "x" * 2000
-    lines = [{"step": 0, "eval/correct": 0.25}]
+    lines: list[dict[str, object]] = [{"step": 0, "eval/correct": 0.25}]
     lines += [{"step": step, "reward/mean": step / 1000, "note": filler} for step in range(1, 500)]
     lines.insert(200, {"step": 199, "eval/correct": 0.5})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

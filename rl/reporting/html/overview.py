@@ -214,7 +214,10 @@ def list_config(
     A row has `path`, `value` and, where it differs, `default`, as JSON texts. The config function
     is not called, since that would run code which the folder names.
     """
-    values, base = dict(walk_leaves(config.get("values") or {})), dict(walk_leaves(defaults))
+    # An empty object counts as a leaf of its own.
+    if not config.get("values"):
+        return [], None
+    values, base = dict(walk_leaves(config["values"])), dict(walk_leaves(defaults))
     rows = []
     for path, value in values.items():
         row = {"path": path, "value": json.dumps(value)}
@@ -223,7 +226,7 @@ def list_config(
             if default != row["value"]:
                 row["default"] = default
         rows.append(row)
-    if not rows or defaults:
+    if defaults:
         return rows, None
     return rows, (
         f"what differs from {config.get('module')}.{config.get('config')} is unknown: the folder "

@@ -208,7 +208,7 @@ def seeds(tmp_path_factory):
         config = json.loads((folders[-1] / "config.json").read_text())
         config["values"] |= {"seed": seed, "loop": {"num_steps": 20}}
         (folders[-1] / "config.json").write_text(json.dumps(config))
-    return [*folders, make_run(folder / "other", MadeRun(num_steps=20, lr=1e-3))]
+    return [*folders, make_run(folder / "other", MadeRun(num_steps=20, lr=1e-3, hacked_from=8))]
 
 
 def test_many_runs_are_drawn_over_each_other_and_seeds_as_a_band(chromium, seeds):
@@ -217,6 +217,9 @@ def test_many_runs_are_drawn_over_each_other_and_seeds_as_a_band(chromium, seeds
         assert seen.texts(".legend.shared button") == ["try (seeds 0, 1, 2)", "other"]
         assert seen.count("#overview table.runs tr.band") == 1
         assert seen.count("#overview table.runs tr.member") == 3
+        # The findings are those of the first run that has any.
+        assert seen.page.locator("#findings .tab[aria-selected='true']").inner_text()[:5] == "other"
+        assert seen.count("#findings .finding[data-kind='reward_hacking']") == 1
         titles = seen.texts("#curves .headlines h3")
         assert titles[:3] == [
             "Learning: correct, held-out (greedy)", "Learning: reward, mean",
@@ -225,16 +228,19 @@ def test_many_runs_are_drawn_over_each_other_and_seeds_as_a_band(chromium, seeds
         card = seen.page.locator("#curves .headlines .card", has_text="Learning: reward, mean")
         card.scroll_into_view_if_needed()
         card.locator(".chart[data-drawn]").wait_for()
-        box = card.locator(".chart").bounding_box()
-        seen.page.mouse.move(box["x"] + 0.97 * box["width"], box["y"] + 0.5 * box["height"])
+        plot = card.locator(".u-over")
+        size = plot.bounding_box()
+        end = {"x": size["width"] - 4, "y": size["height"] / 2}
+        plot.hover(position=end)
         tip = seen.page.locator(".tip")
-        tip.wait_for()
+        assert "step 20" in tip.inner_text()
         assert "try (seeds 0, 1, 2)" in tip.inner_text()
         assert ", 2 of 3 runs)" in tip.inner_text()
         # A hidden line has no row in the box beside the pointer.
         seen.page.locator(".legend.shared button").first.click()
-        seen.page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 0.5 * box["height"])
-        seen.until("!document.querySelector('.tip').textContent.includes('seeds')")
+        plot.hover(position=end)
+        assert "other" in tip.inner_text()
+        assert "seeds" not in tip.inner_text()
         seen.go("config", "table")
         assert len(seen.texts("#config .body > table tr:first-child th")) == 5
         seen.go("rollouts", ".tokens")

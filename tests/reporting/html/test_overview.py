@@ -168,6 +168,11 @@ def test_changed_option_has_its_default():
     assert problem.startswith(f"what differs from {MODULE}.tiny is unknown")
 
 
+def test_run_without_a_config_has_no_options():
+    assert list_config({}, defaults={}) == ([], None)
+    assert list_config({"values": {}}, defaults={"name": "x"}) == ([], None)
+
+
 # Findings
 
 

@@ -186,7 +186,8 @@ relay.perRun = (section, show, { count = () => 0 } = {}) => {
   );
   if (relay.compares) section.append(relay.el(".tabs", { role: "tablist" }, tabs));
   section.append(body);
-  choose(0);
+  // Of many runs the first one that has something to show.
+  choose(relay.many ? Math.max(0, relay.runs.findIndex((run) => count(run) > 0)) : 0);
   return choose;
 };
 
