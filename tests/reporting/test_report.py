@@ -8,6 +8,7 @@ import pytest
 
 from rl import report
 from rl.observability.spans import SpanRecorder
+from rl.reporting.html import page
 from tests.support.report_runs import MadeRun, make_run, unpack
 
 
@@ -130,13 +131,19 @@ def test_all_folders_of_the_outputs_are_reported_without_those_that_are_no_runs(
     assert report.main([*map(str, folders), str(outputs / "c"), "--output", str(file)]) == 2
 
 
-def test_twenty_runs_share_the_size_of_a_page(tmp_path):
+def test_many_runs_share_the_size_of_a_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "ROLLOUT_BYTES", 120_000)
     folders = [
-        make_run(tmp_path / f"run-{i}", MadeRun(num_steps=60, samples=8, tokens=40, lr=i / 1e5))
-        for i in range(20)
+        make_run(tmp_path / f"run-{i}", MadeRun(num_steps=20, tokens=20, lr=i / 1e5))
+        for i in range(6)
     ]
     file = tmp_path / "all.html"
     assert report.main([*map(str, folders), "--output", str(file)]) == 0
-    assert file.stat().st_size < 20_000_000
-    assert "<title>run-0, run-1 and 18 more</title>" in file.read_text()
-    assert len(shown(file)["lines"]) == 20
+    assert "<title>run-0, run-1 and 4 more</title>" in file.read_text()
+    assert [line["runs"] for line in shown(file)["lines"]] == [[i] for i in range(6)]
+    pattern = r'<script type="text/plain" id="(?:rollouts|chunk)-[\w-]+">(.*?)</script>'
+    packed = re.findall(pattern, file.read_text())
+    assert sum(map(len, packed)) < 120_000
+    for number in range(6):
+        kept = blocks(file)[f"rollouts-{number}"]
+        assert 0 < len(kept["columns"]["step"]) < kept["num_recorded"] == 80
