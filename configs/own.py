@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from actors.controller import Controller
@@ -17,9 +16,8 @@ from actors.launch.placement import count_gpus
 from actors.trainer import PolicyTrainer
 from configs import gpu
 from rl.loop.loop import Loop
-from rl.models.files.assets import UnpreparedError, resolve_assets
+from rl.models.files.assets import count_weight_bytes
 from rl.models.lora import LoRA
-from rl.observability.run_folder import STARTING_POINTS
 from rl.rollouts.advantage import Advantage
 from rl.rollouts.episode import Sampling
 from rl.tasks.dataset import Columns
@@ -81,15 +79,17 @@ def lora(
 
 
 def _count_bytes(model: str | None) -> int | None:
-    """Return the size of a model's weights, or None if they are not on this machine yet."""
+    """Return the size of a model's weights in bytes, or None if nobody knows it.
+
+    The size is the same before and after a download, on which no number of a run may depend.
+    """
     if model is None:
         return None
     try:
-        folder = resolve_assets(model, cache=Path("outputs", STARTING_POINTS), prepares=False)
-    except (UnpreparedError, ValueError):
+        return count_weight_bytes(model)
+    except ValueError:
         # The run says what is wrong with the model, when it looks for everything else too.
         return None
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _on_cpu(task: OwnTask.Config, *, num_bytes: int | None) -> Controller.Config:

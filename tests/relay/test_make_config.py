@@ -4,6 +4,7 @@ import json
 import pickle
 import threading
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pandas
@@ -29,8 +30,8 @@ def right(rollout):
 
 def make(folder, **changes):
     options = {"dump_folder": str(folder), **changes.pop("options", {})}
-    given = {"model": MODEL, "data": ROWS, "reward": right, "options": options} | changes
-    return relay.training.make_config(**given)
+    given: dict[str, Any] = {"model": MODEL, "data": ROWS, "reward": right, "options": options}
+    return relay.training.make_config(**(given | changes))
 
 
 def test_rows_become_a_file_with_its_columns(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl.models.files.folder_check import check_links, has_weights
 from rl.models.files.gguf import convert_gguf
-from rl.models.files.hub import fetch_from_hub
+from rl.models.files.hub import count_hub_bytes, fetch_from_hub
 from rl.utils.extras import is_checkout
 
 PACKAGE = "package:"
@@ -60,20 +60,45 @@ def resolve_assets(
             "machine"
         )
 
-    if path.is_dir() and not has_weights(path):
-        files = sorted(path.glob("*.gguf"))
-        if files:
-            # Before the file is read: a link would put any file of this machine into the export.
-            check_links(path)
-        if len(files) > 1:
-            raise ValueError(f"{path} holds {len(files)} GGUF files: name one, such as {files[0]}")
-        path = files[0] if files else path
+    path = _find_gguf(path)
     if path.suffix != ".gguf" or not path.is_file():
         return path
     folder = convert_gguf(path, cache=cache, writes=prepares)
     if folder is None:
         raise UnpreparedError(f"{path}, which a run would convert")
     return folder
+
+
+def count_weight_bytes(given: str | Path) -> int:
+    """Return the bytes of a model's safetensors, also of a model that is still to be downloaded.
+
+    A GGUF file counts three times, as its numbers take a third of bfloat16's.
+
+    Raises:
+        ValueError: there is no such model, or the hub cannot be asked.
+    """
+    text, path = str(given), Path(given).expanduser()
+    if text.startswith(PACKAGE):
+        path = _find_package(text.removeprefix(PACKAGE))
+    elif _ON_HUB.fullmatch(text) and not path.exists():
+        return count_hub_bytes(text)
+    path = _find_gguf(path)
+    if path.suffix == ".gguf" and path.is_file():
+        return 3 * path.stat().st_size
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def _find_gguf(path: Path) -> Path:
+    """Return the only GGUF file of a folder without other weights, or the path itself."""
+    if not path.is_dir() or has_weights(path):
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if files:
+        # Before the file is read: a link would put any file of this machine into the export.
+        check_links(path)
+    if len(files) > 1:
+        raise ValueError(f"{path} holds {len(files)} GGUF files: name one, such as {files[0]}")
+    return files[0] if files else path
 
 
 def _find_package(name: str) -> Path:

@@ -88,6 +88,27 @@ def fetch_from_hub(name: str, *, revision: str | None, downloads: bool) -> Path 
     raise ValueError(_describe_failure(name, revision, problem)) from problem
 
 
+def count_hub_bytes(name: str) -> int:
+    """Return the bytes of a model's safetensors, from the cache or else as the hub tells them.
+
+    Raises:
+        ValueError: the model is not cached, and the hub does not tell.
+    """
+    from huggingface_hub import HfApi
+
+    folder = fetch_from_hub(name, revision=None, downloads=False)
+    if folder is not None:
+        return sum(file.stat().st_size for file in folder.glob(WEIGHTS))
+    try:
+        info = HfApi().model_info(name, timeout=TIMEOUT_S, files_metadata=True)
+    except Exception as error:  # noqa: BLE001 - a network request
+        raise ValueError(_describe_failure(name, None, error)) from error
+    files = [file for file in info.siblings or () if fnmatch(file.rfilename, WEIGHTS)]
+    # As of a download: other folders and formats of the same weights do not count.
+    own = [file for file in files if not any(fnmatch(file.rfilename, p) for p in OTHER_FORMATS)]
+    return sum(file.size or 0 for file in own)
+
+
 def _check_files(name: str, revision: str | None, files: Sequence[str]) -> None:
     """Raise ValueError for a model whose weights are in another format, if its files are listed."""
     if not files:
