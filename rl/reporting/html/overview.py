@@ -214,7 +214,10 @@ def list_config(
     A row has `path`, `value` and, where it differs, `default`, as JSON texts. The config function
     is not called, since that would run code which the folder names.
     """
-    values, base = dict(walk_leaves(config.get("values") or {})), dict(walk_leaves(defaults))
+    # An empty config would be a leaf itself.
+    given = config.get("values")
+    values = dict(walk_leaves(given)) if given else {}
+    base = dict(walk_leaves(defaults))
     rows = []
     for path, value in values.items():
         row = {"path": path, "value": json.dumps(value)}

@@ -168,6 +168,10 @@ def test_changed_option_has_its_default():
     assert problem.startswith(f"what differs from {MODULE}.tiny is unknown")
 
 
+def test_config_that_cannot_be_read_has_no_options():
+    assert list_config({}, defaults={}) == ([], None)
+
+
 # Findings
 
 
