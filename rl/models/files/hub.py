@@ -101,7 +101,7 @@ def count_hub_bytes(name: str) -> int:
         return sum(file.stat().st_size for file in folder.glob(WEIGHTS))
     try:
         info = HfApi().model_info(name, timeout=TIMEOUT_S, files_metadata=True)
-    except Exception as error:  # noqa: BLE001 - a network request
+    except Exception as error:
         raise ValueError(_describe_failure(name, None, error)) from error
     files = [file for file in info.siblings or () if fnmatch(file.rfilename, WEIGHTS)]
     # As of a download: other folders and formats of the same weights do not count.
