@@ -84,6 +84,7 @@ def test_all_checks_reach_their_end(rehearsal):
         ("start", {"DRIVER": "570.124.06"}, "driver"),
         ("kernels", {"MAX_ALLOCATED": 1 << 20}, "out of memory"),
         ("trainer", {"MAX_ALLOCATED": 4 << 30}, "ran out of GPU memory"),
+        ("parity", {"MAX_ALLOCATED": 1 << 20}, "out of memory"),
         ("compile", {"MAX_ALLOCATED": 1 << 30}, "out of memory"),
         ("sync", {"DEVICES": 2, "FAIL_REGISTER": 1}, "could not be page-locked"),
         ("shared", {"DRIVER": "570.124.06"}, "the run ended with status"),
