@@ -1,7 +1,6 @@
 """Scripts of completion: bash completes with its own; zsh and fish are run where installed."""
 
 import importlib
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,15 +52,11 @@ def test_bash_completes_subcommands_options_and_folders(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_accept_their_script(shell, capsys, tmp_path):
+def test_scripts_of_other_shells_name_subcommands_and_options(shell, capsys):
     script = print_script(shell, capsys)
     for name in (*SUBCOMMANDS, "loop.num_steps"):
         assert name in script
     assert "@" not in script
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    (tmp_path / "script").write_text(script)
-    subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
 
 
 @pytest.mark.parametrize("name", [*completion.OPTIONS])
