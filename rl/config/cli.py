@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tyro
 
 from rl.config.common_options import ALIASES, find_path
@@ -304,6 +305,8 @@ def set_values(config: Any, values: Mapping[str, Any]) -> Any:
         path = find_path(option, entries)
         if path not in entries:
             raise _describe_unknown(option, entries)
+        # Numbers of numpy are no plain data, which a config holds.
+        value = value.item() if isinstance(value, np.generic) else value
         # Lists come from JSON and notebooks; a config holds tuples.
         changes[path] = tuple(value) if isinstance(value, list) else value
     return rebuild(config, changes)

@@ -21,8 +21,9 @@ import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from rl.rollouts.rubric import Criterion, GroupCriterion, is_async
@@ -256,7 +257,12 @@ def _find_unsendable(function: Callable[..., Any]) -> str | None:
 
     function = getattr(function, "__wrapped__", function)
     variables = dict[str, Any]()
-    if isinstance(function, FunctionType):
+    if isinstance(function, MethodType):
+        function = function.__self__
+    if isinstance(function, partial):
+        variables = {"func": function.func, **function.keywords}
+        variables |= {f"args[{i}]": value for i, value in enumerate(function.args)}
+    elif isinstance(function, FunctionType):
         closed = inspect.getclosurevars(function)
         variables = {**closed.globals, **closed.nonlocals}
         defaults = inspect.signature(function).parameters.values()

@@ -15,8 +15,9 @@ from rl.tasks.task import Place, required_answer
 from rl.types import Rollout
 from rl.utils.numbers import same_answer
 
-QUESTIONS = ("question", "prompt", "problem", "messages", "instruction", "query", "input")
-"""Usual names of the column with the question, the first that is there counts."""
+QUESTIONS = ("prompt", "question", "problem", "messages", "instruction", "query", "input")
+"""Usual names of the column with the question, the first that is there counts: rows for TRL have a
+`prompt`, often made of a `question` that is kept beside it."""
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "output", "response")
 PLACES: tuple[str, ...] = typing.get_args(Place)
 
@@ -115,7 +116,7 @@ def find_columns(file: str) -> Columns:
     `read_columns`.
     """
     names = read_columns(file)
-    question = next((name for name in QUESTIONS if name in names), QUESTIONS[0])
+    question = next((name for name in QUESTIONS if name in names), "question")
     answer = next((name for name in ANSWERS if name in names), None)
     system = "system" if "system" in names else None
     info = tuple(name for name in names if name not in (question, system))
