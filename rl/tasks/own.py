@@ -110,7 +110,7 @@ def _number_names(
 
 
 def find_columns(file: str) -> Columns:
-    """Return the columns of a file by their usual names; all others are for reward functions.
+    """Return the columns of a file by their usual names; reward functions get all but `system`.
 
     A file without any of the names keeps the default, which the task then misses. Raises as
     `read_columns`.
@@ -119,5 +119,6 @@ def find_columns(file: str) -> Columns:
     question = next((name for name in QUESTIONS if name in names), "question")
     answer = next((name for name in ANSWERS if name in names), None)
     system = "system" if "system" in names else None
-    info = tuple(name for name in names if name not in (question, system))
+    # Functions in TRL's form ask for the question by its column too.
+    info = tuple(name for name in names if name != system)
     return Columns(question=question, answer=answer, system=system, info=info)

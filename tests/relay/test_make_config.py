@@ -42,7 +42,7 @@ def test_rows_become_a_file_with_its_columns(tmp_path):
     assert [json.loads(line) for line in Path(file).read_text().splitlines()] == ROWS
     columns = config.task.columns
     assert (columns.question, columns.answer) == ("question", "answer")
-    assert columns.info == ("answer", "level")
+    assert columns.info == ("question", "answer", "level")
     assert make(tmp_path).task.train_files == (file,)
 
 
@@ -149,7 +149,7 @@ def test_every_file_of_eval_data_is_a_set(tmp_path):
         files.append(str(file))
     task = make(tmp_path, eval_data=files).task
     assert list(task.build().eval_sets()) == ["eval", "eval_2"]
-    assert task.columns.info == ("answer",)
+    assert task.columns.info == ("question", "answer")
 
 
 def test_numbers_of_numpy_are_plain_in_the_config(tmp_path):
@@ -163,7 +163,7 @@ def test_rows_for_trl_are_asked_by_their_prompt(tmp_path):
     rows = [{"question": f"{n} + 1", "answer": "2", "prompt": prompt} for n in range(4)]
     columns = make(tmp_path, data=rows).task.columns
     assert columns.question == "prompt"
-    assert columns.info == ("question", "answer")
+    assert columns.info == ("question", "answer", "prompt")
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t"])
@@ -173,7 +173,7 @@ def test_columns_of_a_csv_file_are_found_behind_any_delimiter(tmp_path, mark):
     file.write_text("\n".join(mark.join(line) for line in lines))
     columns = make(tmp_path, data=str(file)).task.columns
     assert (columns.question, columns.answer) == ("question", "answer")
-    assert columns.info == ("answer", "level")
+    assert columns.info == ("question", "answer", "level")
 
 
 class Judge:
@@ -191,3 +191,9 @@ class Judge:
 def test_part_of_a_method_or_a_partial_is_named(tmp_path, reward, part):
     with pytest.raises(ValueError, match=f"cannot be sent to another process: it uses {part}"):
         make(tmp_path, reward=reward)
+
+
+def test_function_in_trl_form_may_ask_for_the_question(tmp_path):
+    config = make(tmp_path, reward=lambda completions, question, answer: [1.0])
+    (criterion,) = config.task.build().rubric(seed=0).criteria
+    assert criterion.name == "reward"
