@@ -166,7 +166,8 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], str | None]:
             # `--name=-dash` gives a value that itself looks like an option.
             name, equals, value = token[2:].partition("=")
             values = options[name.replace("-", "_")] = [value] if equals else []
-        elif values is None or _is_assignment(token):
+        # An option's first value is its own, such as --name learning_rate=1e-5.
+        elif values is None or (values and _is_assignment(token)):
             raise ConfigError(_describe_stray(token))
         else:
             values.append(token)
