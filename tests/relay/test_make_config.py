@@ -2,7 +2,10 @@
 
 import functools
 import json
+import os
 import pickle
+import sys
+import sysconfig
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,9 @@ import numpy as np
 import pandas
 import pytest
 
+import relay.process
 import relay.training
+from actors.launch.cleanup import import_path
 from rl.config.json import to_dict
 from rl.config.tree import ConfigError
 from rl.utils.user_code import load_function
@@ -197,3 +202,15 @@ def test_function_in_trl_form_may_ask_for_the_question(tmp_path):
     config = make(tmp_path, reward=lambda completions, question, answer: [1.0])
     (criterion,) = config.task.build().rubric(seed=0).criteria
     assert criterion.name == "reward"
+
+
+def test_run_finds_modules_in_the_order_of_the_caller(tmp_path, monkeypatch):
+    (tmp_path / "scripts").mkdir()
+    monkeypatch.chdir(tmp_path)
+    packages = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")]
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "scripts"), *packages])
+    assert relay.process._list_import_path() == [str(tmp_path / "scripts"), str(tmp_path)]
+    # Python may lie in /usr, and the project in /usr/src.
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path.parent))
+    assert relay.process._list_import_path() == [str(tmp_path / "scripts"), str(tmp_path)]
+    assert import_path().split(os.pathsep)[:2] == [str(tmp_path / "scripts"), str(tmp_path)]

@@ -259,4 +259,4 @@ def test_commands_are_those_of_relay_train(tmp_path):
     assert command[:5] == [sys.executable, "-P", "-m", "relay", "train"]
     assert command[5:] == [*COMMON, "--lr=1e-5", "--name=try-lr_1e-5"]
     resumed = sweep.SweepTask(run=run, folder=tmp_path / run.name, action="resume")
-    assert sweep.make_command(resumed, COMMON)[4:] == ["--resume", str(tmp_path / run.name)]
+    assert sweep.make_command(resumed, COMMON)[5:] == ["--resume", str(tmp_path / run.name)]
