@@ -20,6 +20,13 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
     from rl.utils.own_packages import pin_packages
+except ModuleNotFoundError as error:
+    if error.name not in ("rl.utils", "rl.utils.own_packages"):
+        raise
+    raise ImportError(
+        f"another package called 'rl' is imported, {sys.modules['rl']}, which hides relay's: "
+        "import relay first, or rename that folder"
+    ) from None
 finally:
     del sys.path[0]
 pin_packages()

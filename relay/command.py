@@ -152,8 +152,14 @@ def train(argv: Sequence[str]) -> int:
 
 def choose_origin(argv: Sequence[str]) -> tuple[str, str]:
     """Return the module and the config of `relay train` where --module and --config name none."""
-    names = [token.partition("=")[0] for token in argv]
-    if any(name in OWN_OPTIONS for name in names):
+    names, module = list[str](), "configs.own"
+    for token, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = token.partition("=")
+        names.append(name)
+        if name == "--module":
+            module = value if equals else following
+    # Another module than this one has configs of other names, whatever options are given.
+    if module in ("own", "configs.own") and any(name in OWN_OPTIONS for name in names):
         # With the package: the user's folder may have a module of this name.
         return "configs.own", "grpo"
     return "sum_digits", "tiny"

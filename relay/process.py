@@ -22,6 +22,7 @@ from typing import Any
 from relay.progress import View, make_view
 from rl.config.registry import RunRequest
 from rl.utils.errors import RunError
+from rl.utils.user_code import is_of_python
 
 CHILD = Path(__file__).with_name("child.py")
 REQUEST, END = "request.pickle", "end.json"
@@ -90,10 +91,11 @@ def _start(shared: Path, *, view: View, network: bool) -> Iterator[subprocess.Po
 def _list_import_path() -> list[str]:
     """Return where this program finds modules, without those of Python and its packages."""
     paths = []
-    for path in ("", *sys.path):
+    # In the order of this program: a module of the current folder must not take the place of one
+    # beside the script.
+    for path in (*sys.path, ""):
         folder = os.path.abspath(path or os.getcwd())
-        is_installed = folder.startswith((sys.prefix, sys.base_prefix))
-        if not is_installed and folder not in paths:
+        if not is_of_python(folder) and folder not in paths:
             paths.append(folder)
     return paths
 

@@ -66,6 +66,7 @@ class NotebookView(View):
         self._lock = threading.Lock()
         self._start_s = time.monotonic()
         self._steps_done_s: tuple[int, float] | None = None
+        self._metrics_size, self._num_done = -1, 0
         self._shown = ""
         self._handle: Any = display(self._make(""), display_id=True)
 
@@ -102,10 +103,15 @@ class NotebookView(View):
         return text
 
     def _count_steps(self) -> int:
+        file = self._folder / METRICS
         with suppress(OSError, ValueError):
-            records = read_metrics(self._folder / METRICS)
-            return max((int(record["step"]) for record in records), default=0)
-        return 0
+            # A thousand steps take a third of a second to read, twice in each second.
+            size = file.stat().st_size
+            if size != self._metrics_size:
+                records = read_metrics(file)
+                self._num_done = max((int(record["step"]) for record in records), default=0)
+                self._metrics_size = size
+        return self._num_done
 
 
 def make_view(*, folder: Path, num_steps: int, quiet: bool) -> View:

@@ -182,7 +182,9 @@ def plan_tasks(
             the name of one of the runs.
     """
     record = read_record(folder / f"{sweep}{SUFFIX}")
-    if record is not None and list(record.common) != list(common):
+    # A sweep of which nothing has run yet, as its runs were refused, may have other options.
+    has_runs = record is not None and any(is_run(folder / name) for name in record.names)
+    if record is not None and has_runs and list(record.common) != list(common):
         raise ValueError(
             f"the sweep {sweep} was started with other options: `{shlex.join(record.common)}`; "
             "give the same ones to go on, or choose another --name"
@@ -206,7 +208,8 @@ def _plan_task(run: PlannedRun, folder: Path, *, is_known: bool) -> SweepTask:
 
 def make_command(task: SweepTask, common: Sequence[str]) -> list[str]:
     """Return the command of a run."""
-    command = [sys.executable, "-m", "relay", "train"]
+    # `-P`: a folder `relay` of the current one is the user's.
+    command = [sys.executable, "-P", "-m", "relay", "train"]
     # A resumed run has all of its options in its config.json.
     if task.action == "resume":
         return [*command, "--resume", str(task.folder)]
@@ -217,7 +220,7 @@ def make_command(task: SweepTask, common: Sequence[str]) -> list[str]:
 def _print_plan(tasks: Sequence[SweepTask], common: Sequence[str]) -> None:
     for task in tasks:
         command = make_command(task, common)
-        text = "has finished" if task.action == "skip" else shlex.join(["relay", *command[3:]])
+        text = "has finished" if task.action == "skip" else shlex.join(["relay", *command[4:]])
         print_text(f"{task.run.name}: {text}")
 
 

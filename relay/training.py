@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import importlib
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -47,7 +48,8 @@ def grpo(
         reward: what a reply earns: `f(rollout) -> float`, or TRL's `f(completions, **columns) ->
             list of floats`, a place such as "my_reward:f", "last_number" or another place of the
             answer in a reply; several of them, each alone or with its weight as (f, 0.5).
-        eval_data: held-out rows, as `data`; None holds out a tenth of `data`.
+        eval_data: held-out rows, as `data`; of several files the first one makes the curve. None
+            holds out a tenth of `data`.
         columns: names of the columns, such as {"question": "prompt"}; others are found by their
             usual names.
         lora: train adapters instead of all parameters.
@@ -104,7 +106,7 @@ def make_config(
     own = importlib.import_module("configs.own")
     cli = importlib.import_module("rl.config.cli")
     options = dict(options or {})
-    folder = Path(options.get("dump_folder", DEFAULT_FOLDER))
+    folder = Path(options.get("dump_folder", DEFAULT_FOLDER)).expanduser()
     rewards, weights = _split_rewards(reward, folder=folder)
     files = write_data(data, folder=folder)
     make = own.lora if lora else own.grpo
@@ -114,13 +116,15 @@ def make_config(
         options[f"task.columns.{setting}"] = column
     # Rows of the user's own choice take the place of a share of the training rows.
     if eval_data is not None:
-        (file,) = write_data(eval_data, folder=folder)
-        config.task.eval_files = {"eval": file}
+        data_module = importlib.import_module("rl.tasks.data")
+        config.task.eval_files = {}
         config.task.held_out = 0.0
-        # Further columns count if all rows have them.
-        names = importlib.import_module("rl.tasks.data").read_columns(file)
-        own_info = config.task.columns.info
-        config.task.columns.info = tuple(name for name in own_info if name in names)
+        for number, file in enumerate(write_data(eval_data, folder=folder), start=1):
+            config.task.eval_files["eval" if number == 1 else f"eval_{number}"] = file
+            # Further columns count if all rows have them.
+            names = data_module.read_columns(file)
+            own_info = config.task.columns.info
+            config.task.columns.info = tuple(name for name in own_info if name in names)
     return cli.set_values(config, options)
 
 
@@ -199,14 +203,16 @@ def _write_table(table: Any, *, folder: Path) -> Path:
     """Write a `datasets.Dataset` or a DataFrame with its types."""
     files = importlib.import_module("rl.utils.files")
     files.make_folder(folder, as_what="the folder of the data")
-    # The name is the digest of what is written, which only then is known.
-    temporary = folder.absolute() / "written.parquet"
-    try:
-        table.to_parquet(str(temporary))
-    except Exception as error:  # whatever the library raises of its content
-        raise ValueError(f"data cannot be written as Parquet: {error}") from error
-    digest = hashlib.sha256(temporary.read_bytes()).hexdigest()[:12]
-    return temporary.replace(folder.absolute() / f"{digest}.parquet")
+    # The name is the digest of what is written, which only then is known; until then the file has a
+    # folder of its own, as another process may write its rows at the same time.
+    with tempfile.TemporaryDirectory(dir=folder.absolute()) as name:
+        temporary = Path(name) / "written.parquet"
+        try:
+            table.to_parquet(str(temporary))
+        except Exception as error:  # whatever the library raises of its content
+            raise ValueError(f"data cannot be written as Parquet: {error}") from error
+        digest = hashlib.sha256(temporary.read_bytes()).hexdigest()[:12]
+        return temporary.replace(folder.absolute() / f"{digest}.parquet")
 
 
 def _choose_name(folder: Path, start: str) -> str:

@@ -31,6 +31,7 @@ import psutil
 
 from rl.utils.errors import RunError
 from rl.utils.processes import ROLE_VARIABLE, ProcessId, identify, is_alive, kill
+from rl.utils.user_code import is_of_python
 
 SHARED_MEMORY = Path("/dev/shm")
 RUN = uuid.uuid4().hex[:8]
@@ -158,11 +159,12 @@ TREE = Path(__file__).resolve().parents[2]
 def import_path() -> str:
     """Return a PYTHONPATH with which actors can import what the controller can."""
     paths = []
-    for path in (os.getcwd(), str(TREE), *sys.path):
+    # In the controller's order, by which a module beside its script precedes one of its folder.
+    for path in (*sys.path, "", str(TREE)):
+        folder = os.path.abspath(path or os.getcwd())
         # An actor's interpreter, maybe of another installation, has its own packages.
-        is_own = path.startswith((sys.prefix, sys.base_prefix))
-        if path and not is_own and path not in paths:
-            paths.append(path)
+        if not is_of_python(folder) and folder not in paths:
+            paths.append(folder)
     return os.pathsep.join(paths)
 
 

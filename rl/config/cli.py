@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tyro
 
 from rl.config.common_options import ALIASES, find_path
@@ -165,7 +166,8 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], str | None]:
             # `--name=-dash` gives a value that itself looks like an option.
             name, equals, value = token[2:].partition("=")
             values = options[name.replace("-", "_")] = [value] if equals else []
-        elif values is None or _is_assignment(token):
+        # An option's first value is its own, such as --name learning_rate=1e-5.
+        elif values is None or (values and _is_assignment(token)):
             raise ConfigError(_describe_stray(token))
         else:
             values.append(token)
@@ -304,6 +306,8 @@ def set_values(config: Any, values: Mapping[str, Any]) -> Any:
         path = find_path(option, entries)
         if path not in entries:
             raise _describe_unknown(option, entries)
+        # Numbers of numpy are no plain data, which a config holds.
+        value = value.item() if isinstance(value, np.generic) else value
         # Lists come from JSON and notebooks; a config holds tuples.
         changes[path] = tuple(value) if isinstance(value, list) else value
     return rebuild(config, changes)

@@ -21,8 +21,9 @@ import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from rl.rollouts.rubric import Criterion, GroupCriterion, is_async
@@ -254,15 +255,20 @@ def _find_unsendable(function: Callable[..., Any]) -> str | None:
     """Return the variable of a function that does not pickle, with its type."""
     import cloudpickle
 
-    function = getattr(function, "__wrapped__", function)
+    holder: Any = getattr(function, "__wrapped__", function)
+    if isinstance(holder, MethodType):
+        holder = holder.__self__
     variables = dict[str, Any]()
-    if isinstance(function, FunctionType):
-        closed = inspect.getclosurevars(function)
+    if isinstance(holder, partial):
+        variables = {"func": holder.func, **holder.keywords}
+        variables |= {f"args[{i}]": value for i, value in enumerate(holder.args)}
+    elif isinstance(holder, FunctionType):
+        closed = inspect.getclosurevars(holder)
         variables = {**closed.globals, **closed.nonlocals}
-        defaults = inspect.signature(function).parameters.values()
+        defaults = inspect.signature(holder).parameters.values()
         variables |= {p.name: p.default for p in defaults if p.default is not p.empty}
-    elif hasattr(function, "__dict__"):
-        variables = vars(function)
+    elif hasattr(holder, "__dict__"):
+        variables = vars(holder)
     for name, value in variables.items():
         try:
             cloudpickle.dumps(value)

@@ -50,6 +50,12 @@ def to_messages(value: Sequence[Any], column: str) -> tuple[Message, ...]:
                 f"column {column!r} has a message with role {_show(message['role'])}: must be one "
                 f"of {', '.join(roles)}"
             )
+        # Left out, the replies to them would answer nothing.
+        if message.get("tool_calls"):
+            raise ValueError(
+                f"column {column!r} has a message with tool_calls, which a question cannot have: "
+                "write them into its content, as the model's chat template does"
+            )
         messages.append(Message(role=message["role"], content=_to_content(message, column)))
     if not messages or messages[-1].role not in ("user", "tool"):
         last = f"ends with a message of the {messages[-1].role}" if messages else "has no messages"
@@ -70,7 +76,7 @@ def _to_content(message: Mapping[str, Any], column: str) -> str:
         text = part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else None
-            what = f"a part of type {kind!r}" if kind else _show(part)
+            what = f"a part of type {kind!r}" if kind and kind != "text" else _show(text)
             raise ValueError(f"column {column!r} has a message with {what}: must be text")
         texts.append(str(text))
     return "".join(texts)

@@ -15,8 +15,9 @@ from rl.tasks.task import Place, required_answer
 from rl.types import Rollout
 from rl.utils.numbers import same_answer
 
-QUESTIONS = ("question", "prompt", "problem", "messages", "instruction", "query", "input")
-"""Usual names of the column with the question, the first that is there counts."""
+QUESTIONS = ("prompt", "question", "problem", "messages", "instruction", "query", "input")
+"""Usual names of the column with the question, the first that is there counts: rows for TRL have a
+`prompt`, often made of a `question` that is kept beside it."""
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "output", "response")
 PLACES: tuple[str, ...] = typing.get_args(Place)
 
@@ -109,14 +110,15 @@ def _number_names(
 
 
 def find_columns(file: str) -> Columns:
-    """Return the columns of a file by their usual names; all others are for reward functions.
+    """Return the columns of a file by their usual names; reward functions get all but `system`.
 
     A file without any of the names keeps the default, which the task then misses. Raises as
     `read_columns`.
     """
     names = read_columns(file)
-    question = next((name for name in QUESTIONS if name in names), QUESTIONS[0])
+    question = next((name for name in QUESTIONS if name in names), "question")
     answer = next((name for name in ANSWERS if name in names), None)
     system = "system" if "system" in names else None
-    info = tuple(name for name in names if name not in (question, system))
+    # Functions in TRL's form ask for the question by its column too.
+    info = tuple(name for name in names if name != system)
     return Columns(question=question, answer=answer, system=system, info=info)

@@ -368,7 +368,8 @@ def _find_delimiter(file: Path, columns: Sequence[str]) -> str:
         # Names in quotes cannot be read with another delimiter than theirs.
         with suppress(ValueError):
             _, header = next(_read_cells(file, mark), (1, []))
-            if {*columns} <= {*header}:
+            # Where none is needed, the first one that divides the line.
+            if {*columns} <= {*header} and (columns or len(header) > 1):
                 return mark
     return DELIMITERS[0]
 

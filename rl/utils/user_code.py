@@ -44,6 +44,18 @@ def is_own_module(name: str) -> bool:
     return name.partition(".")[0] in OWN_PACKAGES
 
 
+def is_of_python(folder: str) -> bool:
+    """Return whether a folder has the modules of Python itself, or installed packages.
+
+    Not by `sys.prefix`, which is /usr for many: a project in /usr/src is the user's.
+    """
+    path, library = Path(folder), Path(sysconfig.get_path("stdlib"))
+    if not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
+        return True
+    is_archive = path.parent == library.parent and path.suffix == ".zip"
+    return is_archive or path.is_relative_to(library)
+
+
 # Errors
 
 
@@ -178,13 +190,11 @@ def _find_last_frame(trace: TracebackType | None) -> FrameType | None:
 
 def _select_user_frames(trace: TracebackType | None) -> Iterator[traceback.FrameSummary]:
     """Yield the frames that are neither relay's nor of an installed package or of Python."""
-    standard_library = sysconfig.get_path("stdlib")
-    others = [standard_library, *(str(TREE / package) for package in OWN_PACKAGES)]
+    others = [str(TREE / package) for package in OWN_PACKAGES]
     for frame in traceback.extract_tb(trace):
         is_file = os.path.exists(frame.filename) or frame.filename.startswith("<ipython")
-        is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(frame.filename).parts)
         is_other = frame.filename.startswith(tuple(f"{path}/" for path in others))
-        if is_file and not is_installed and not is_other:
+        if is_file and not is_of_python(frame.filename) and not is_other:
             yield frame
 
 

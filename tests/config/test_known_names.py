@@ -243,6 +243,9 @@ def test_value_with_an_equals_sign_stays_a_value():
         parse_cli(argv[:2], default_module="sum_digits", default_config="tiny")
     config = parse_cli(argv[2:], default_module="sum_digits", default_config="tiny").config
     assert config.description == "answer=3"
+    named = ["--name", "learning_rate=1e-5"]
+    config = parse_cli(named, default_module="sum_digits", default_config="tiny").config
+    assert config.name == "learning_rate=1e-5"
 
 
 def test_program_without_a_trainer_is_not_told_of_one(capsys):

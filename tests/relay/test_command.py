@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from relay.command import SUBCOMMANDS, main
+from relay.command import SUBCOMMANDS, choose_origin, main
 
 RELAY = [sys.executable, "-m", "relay"]
 
@@ -79,3 +79,28 @@ def test_import_of_relay_finds_its_own_packages(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert str(tmp_path) not in done.stdout
+
+
+def test_import_after_a_package_of_relays_name_says_so(tmp_path):
+    (tmp_path / "rl").mkdir()
+    (tmp_path / "rl" / "__init__.py").write_text("")
+    code = "import sys; sys.path.insert(0, ''); import rl; import relay"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=50
+    )
+    assert "import relay first, or rename that folder" in done.stderr
+    assert str(tmp_path / "rl") in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "origin"),
+    [
+        (["--model", "m"], ("configs.own", "grpo")),
+        (["--module", "own", "--model", "m"], ("configs.own", "grpo")),
+        (["--steps", "5"], ("sum_digits", "tiny")),
+        (["--module", "sum_digits", "--help"], ("sum_digits", "tiny")),
+        (["--module=sum_digits", "--model=m"], ("sum_digits", "tiny")),
+    ],
+)
+def test_default_config_is_one_of_the_module(argv, origin):
+    assert choose_origin(argv) == origin

@@ -1,16 +1,23 @@
 """The config that `relay.grpo` builds from a model, data and reward functions."""
 
+import functools
 import json
+import os
 import pickle
+import sys
+import sysconfig
 import threading
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas
 import pytest
 
+import relay.process
 import relay.training
+from actors.launch.cleanup import import_path
 from rl.config.json import to_dict
 from rl.config.tree import ConfigError
 from rl.utils.user_code import load_function
@@ -40,7 +47,7 @@ def test_rows_become_a_file_with_its_columns(tmp_path):
     assert [json.loads(line) for line in Path(file).read_text().splitlines()] == ROWS
     columns = config.task.columns
     assert (columns.question, columns.answer) == ("question", "answer")
-    assert columns.info == ("answer", "level")
+    assert columns.info == ("question", "answer", "level")
     assert make(tmp_path).task.train_files == (file,)
 
 
@@ -137,3 +144,73 @@ def test_own_eval_data_replaces_the_share(tmp_path):
 def test_few_rows_still_have_a_held_out_one(tmp_path):
     task = make(tmp_path, data=ROWS[:2]).task.build()
     assert len(task.eval_sets()["held_out"]) == 1
+
+
+def test_every_file_of_eval_data_is_a_set(tmp_path):
+    files = []
+    for number in (1, 2):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text(json.dumps({"question": f"{number} + 9", "answer": number + 9}))
+        files.append(str(file))
+    task = make(tmp_path, eval_data=files).task
+    assert list(task.build().eval_sets()) == ["eval", "eval_2"]
+    assert task.columns.info == ("question", "answer")
+
+
+def test_numbers_of_numpy_are_plain_in_the_config(tmp_path):
+    config = make(tmp_path, options={"steps": np.int64(3), "lr": np.float64(1e-5)})
+    assert json.dumps(to_dict(config))
+    assert config.loop.num_steps == 3
+
+
+def test_rows_for_trl_are_asked_by_their_prompt(tmp_path):
+    prompt = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1 + 1"}]
+    rows = [{"question": f"{n} + 1", "answer": "2", "prompt": prompt} for n in range(4)]
+    columns = make(tmp_path, data=rows).task.columns
+    assert columns.question == "prompt"
+    assert columns.info == ("question", "answer", "prompt")
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+def test_columns_of_a_csv_file_are_found_behind_any_delimiter(tmp_path, mark):
+    file = tmp_path / "qa.csv"
+    lines = [["question", "answer", "level"], ["1 + 1", "2", "easy"], ["2 + 2", "4", "easy"]]
+    file.write_text("\n".join(mark.join(line) for line in lines))
+    columns = make(tmp_path, data=str(file)).task.columns
+    assert (columns.question, columns.answer) == ("question", "answer")
+    assert columns.info == ("question", "answer", "level")
+
+
+class Judge:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def score(self, rollout, scale=1):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "part"),
+    [(Judge().score, "'lock', a lock"), (functools.partial(right, scale=Judge()), "'scale'")],
+)
+def test_part_of_a_method_or_a_partial_is_named(tmp_path, reward, part):
+    with pytest.raises(ValueError, match=f"cannot be sent to another process: it uses {part}"):
+        make(tmp_path, reward=reward)
+
+
+def test_function_in_trl_form_may_ask_for_the_question(tmp_path):
+    config = make(tmp_path, reward=lambda completions, question, answer: [1.0])
+    (criterion,) = config.task.build().rubric(seed=0).criteria
+    assert criterion.name == "reward"
+
+
+def test_run_finds_modules_in_the_order_of_the_caller(tmp_path, monkeypatch):
+    (tmp_path / "scripts").mkdir()
+    monkeypatch.chdir(tmp_path)
+    packages = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")]
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "scripts"), *packages])
+    assert relay.process._list_import_path() == [str(tmp_path / "scripts"), str(tmp_path)]
+    # Python may lie in /usr, and the project in /usr/src.
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path.parent))
+    assert relay.process._list_import_path() == [str(tmp_path / "scripts"), str(tmp_path)]
+    assert import_path().split(os.pathsep)[:2] == [str(tmp_path / "scripts"), str(tmp_path)]

@@ -222,6 +222,11 @@ def test_other_options_do_not_go_on_with_a_sweep(start, capsys):
     assert "was started with other options: `--steps 5`" in capsys.readouterr().err
 
 
+def test_sweep_whose_runs_were_refused_may_have_other_options(start):
+    start("seed=0", common=["--steps", "5"], try__seed_0="refuse")
+    assert start("seed=0", common=["--steps", "9"]) == (0, ["start try-seed_0"])
+
+
 def test_run_that_is_not_of_the_sweep_is_refused(start, tmp_path, capsys):
     make_run(tmp_path / "try-seed_1", MadeRun(num_steps=2))
     assert start("seed=0,1") == (2, [])
@@ -251,7 +256,7 @@ def test_commands_are_those_of_relay_train(tmp_path):
     (run,) = plan("lr=1e-5")
     task = sweep.SweepTask(run=run, folder=tmp_path / run.name, action="start")
     command = sweep.make_command(task, COMMON)
-    assert command[:4] == [sys.executable, "-m", "relay", "train"]
-    assert command[4:] == [*COMMON, "--lr=1e-5", "--name=try-lr_1e-5"]
+    assert command[:5] == [sys.executable, "-P", "-m", "relay", "train"]
+    assert command[5:] == [*COMMON, "--lr=1e-5", "--name=try-lr_1e-5"]
     resumed = sweep.SweepTask(run=run, folder=tmp_path / run.name, action="resume")
-    assert sweep.make_command(resumed, COMMON)[4:] == ["--resume", str(tmp_path / run.name)]
+    assert sweep.make_command(resumed, COMMON)[5:] == ["--resume", str(tmp_path / run.name)]

@@ -317,6 +317,11 @@ def test_content_of_text_parts_is_joined(tmp_path):
             [{"role": "user", "content": [{"type": "image"}]}],
             "a part of type 'image': must be text",
         ),
+        ([{"role": "user", "content": None}], "a message with None: must be text"),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, CONVERSATION[1]],
+            "has a message with tool_calls",
+        ),
     ],
 )
 def test_malformed_messages_name_the_row(tmp_path, question, message):
