@@ -19,12 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl.utils.compat import exit_after
-from rl.utils.own_packages import describe_hidden_folders
+from rl.utils.own_packages import describe_hidden_folders, refuse_own_names
 from rl.utils.printing import print_error, print_text
 
 OWN_OPTIONS = ("--model", "--data", "--reward", "-h", "--help", "--help-all")
 """Options with which `relay train` trains on the user's own data, unless --module says otherwise.
 """
+
+
+STARTS = ("train", "explain", "sweep", "serve")
+"""Subcommands whose processes import modules of the current folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The modules of the user's folder, as for `python -m`; relay's own are imported already.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    try:
+        if name in STARTS:
+            refuse_own_names([Path.cwd()])
+    except ValueError as error:
+        print_error(f"error: {error}")
+        return 2
     note = describe_hidden_folders(Path.cwd())
     if note is not None:
         print_error(note)

@@ -22,6 +22,7 @@ from typing import Any
 from relay.progress import View, make_view
 from rl.config.registry import RunRequest
 from rl.utils.errors import RunError
+from rl.utils.own_packages import refuse_own_names
 from rl.utils.user_code import is_of_python
 
 CHILD = Path(__file__).with_name("child.py")
@@ -48,6 +49,7 @@ def run_in_process(request: RunRequest, *, folder: Path, quiet: bool) -> None:
     """
     import cloudpickle
 
+    refuse_own_names(map(Path, _list_import_path()))
     view = make_view(folder=folder, num_steps=request.config.loop.num_steps, quiet=quiet)
     with tempfile.TemporaryDirectory(prefix="relay-") as name:
         shared = Path(name)

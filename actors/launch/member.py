@@ -48,8 +48,6 @@ HOOK_VARIABLE = "RELAY_HOOK"
 """Environment variable that names a module whose `arm(logs)` every process of a run calls: the
 chaos test's.
 """
-PROCESS_MAIN = Path(__file__).with_name("process_main.py")
-"""Program of an actor's process, by its path on all hosts."""
 SPIN_COUNT = 2_000
 """How often an idle thread of OpenMP's pool looks for work before it sleeps (`GOMP_SPINCOUNT`).
 
@@ -233,7 +231,8 @@ def spawn_processes(
     # The processes of a host are started by Monarch's agent there, with this command.
     command = default_bootstrap_cmd().with_env(env)
     command.program = python or sys.executable
-    command.args = ["-P", str(PROCESS_MAIN)]
+    # `-P`: modules are found in the order of the controller, not in the current folder first.
+    command.args = ["-P", "-m", "actors.launch.process_main"]
     mesh = host.spawn_procs(
         per_host={"procs": procs_per_host},
         name=role,

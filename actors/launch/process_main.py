@@ -1,29 +1,19 @@
 """Entry of an actor process: set-up that must precede Monarch's threads.
 
-Started by its path (`member.spawn_processes`), so that `rl` and the other packages are relay's own
-also where the current folder has some of these names. A process that multiprocessing spawns from an
-actor runs the first lines too.
+Started as `python -m actors.launch.process_main` (`member.spawn_processes`).
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from rl.utils.own_packages import pin_packages
-
-del sys.path[0]
-pin_packages()
+from rl.observability.stacks import catch_signal
+from rl.utils.compat import exit_process
+from rl.utils.processes import leave_signals_to_controller
+from rl.utils.proxies import allow_loopback
 
 
 def main() -> None:
-    from rl.observability.stacks import catch_signal
-    from rl.utils.compat import exit_process
-    from rl.utils.processes import leave_signals_to_controller
-    from rl.utils.proxies import allow_loopback
-
     # All this before the import of Monarch, which starts threads.
     leave_signals_to_controller()
     catch_signal()

@@ -2,13 +2,16 @@
 
 A wheel installs packages called `rl`, `actors`, `losses` and `configs`, and a user's project may
 have folders of these names. `pin_packages` imports relay's own ones before the current folder is
-searched, in every process of a run. The user's folders are then found by other programs only.
+searched. A folder without `__init__.py` then does no harm, but its Python code cannot be imported
+in a run. A package with `__init__.py` would be imported by the processes of a run in place of
+relay's, so that no run starts beside it.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from rl.utils.user_code import OWN_PACKAGES, TREE
@@ -34,19 +37,31 @@ def pin_packages() -> None:
         sys.path.remove(str(TREE))
 
 
-def list_hidden_folders(folder: Path) -> list[str]:
-    """Return the subfolders with Python files that relay's packages of the same name hide."""
-    hidden = []
+def refuse_own_names(folders: Iterable[Path]) -> None:
+    """Raise ValueError for packages in these folders that would be imported in place of relay's."""
+    for folder in folders:
+        names = [name for name in _list_folders(folder) if (folder / name / "__init__.py").exists()]
+        if names:
+            packages = ", ".join(f"{name}/" for name in names)
+            raise ValueError(
+                f"{folder} has packages that are called as relay's own, {packages}: the processes "
+                "of a run would import them. Rename them, or start relay in another folder"
+            )
+
+
+def _list_folders(folder: Path) -> list[str]:
+    """Return the subfolders with Python files that have the name of a package of relay's."""
+    names = []
     for name in OWN_PACKAGES:
         path = folder / name
         if path.resolve() != TREE / name and any(path.glob("*.py")):
-            hidden.append(name)
-    return hidden
+            names.append(name)
+    return names
 
 
 def describe_hidden_folders(folder: Path) -> str | None:
     """Return a line about folders of the user that cannot be imported; None if there are none."""
-    hidden = list_hidden_folders(folder)
+    hidden = _list_folders(folder)
     if not hidden:
         return None
     names = ", ".join(f"{name}/" for name in hidden)

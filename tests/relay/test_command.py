@@ -51,23 +51,40 @@ def test_train_alone_shows_how_it_is_used(capsys):
     assert "relay train --model NAME --data FILE" in capsys.readouterr().err
 
 
-def test_folders_with_names_of_relay_are_left_alone(tmp_path):
-    # A project with folders of all these names, whose code must not be imported.
-    for name in ("rl", "actors", "losses", "configs"):
-        package = tmp_path / name
-        package.mkdir()
-        (package / "__init__.py").write_text("raise RuntimeError('the project of a user')")
-    (tmp_path / "rewards.py").write_text("def right(rollout):\n    return 1.0\n")
-    (tmp_path / "qa.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n' * 2)
-    done = run_relay(
+OWN_NAMES = ("losses", "rl", "actors", "configs")
+
+
+def explain_beside(folder, content_of_init):
+    """Explain a run in a project that has folders of all these names."""
+    for name in OWN_NAMES:
+        (folder / name).mkdir()
+        file = "__init__.py" if content_of_init else "settings.py"
+        (folder / name / file).write_text("raise RuntimeError('the project of a user')")
+    (folder / "rewards.py").write_text("def right(rollout):\n    return 1.0\n")
+    (folder / "qa.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n' * 2)
+    return run_relay(
         "explain", "--model", "none/such", "--data", "qa.jsonl", "--reward", "rewards:right",
-        cwd=tmp_path, HF_HUB_OFFLINE="1",
+        cwd=folder, HF_HUB_OFFLINE="1",
     )  # fmt: skip
+
+
+def test_folders_with_names_of_relay_are_left_alone(tmp_path):
+    done = explain_beside(tmp_path, content_of_init=False)
     assert "note: relay has packages of these names too" in done.stderr
     assert "losses/, rl/, actors/, configs/ of this folder" in done.stderr
     assert "the project of a user" not in done.stderr
     assert "none/such" in done.stderr
     assert done.returncode == 2
+
+
+def test_packages_with_names_of_relay_are_refused_with_what_to_do(tmp_path):
+    done = explain_beside(tmp_path, content_of_init=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "has packages that are called as relay's own, losses/, rl/, actors/" in done.stderr
+    assert "Rename them, or start relay in another folder" in done.stderr
+    report = run_relay("runs", cwd=tmp_path)
+    assert "called as relay's own" not in report.stderr
 
 
 def test_import_of_relay_finds_its_own_packages(tmp_path):
