@@ -10,6 +10,7 @@ import os
 from dataclasses import replace
 from typing import Literal
 
+from actors.config import ParityConfig
 from actors.controller import Controller
 from actors.generator import VLLMGenerator
 from actors.launch.placement import count_gpus
@@ -74,7 +75,7 @@ def lora(
     config.trainer.converters = (LoRA.Config(rank=16, alpha=32.0),)
     # Adapters need larger steps than whole weights.
     config.trainer.optimizer.lr *= 20
-    config.parity.max_logprob_diff = 0.2
+    config.parity.max_logprob_diff = 0.3
     return config
 
 
@@ -102,6 +103,9 @@ def _on_cpu(task: OwnTask.Config, *, num_bytes: int | None) -> Controller.Config
     return Controller.Config(
         model=None,
         task=task,
+        # A policy that has moved far from its start finds the fixed text unlikely, and rounding in
+        # bfloat16 then made a difference of 0.14; wrong weights make one of several nats.
+        parity=ParityConfig(max_logprob_diff=None if is_tiny else 0.3),
         trainer=PolicyTrainer.Config(
             num_threads=num_threads,
             optimizer=Optimizer.Config(lr=2e-5, betas=(0.9, 0.95), weight_decay=0.0),

@@ -125,7 +125,12 @@ def make_config(
             names = data_module.read_columns(file)
             own_info = config.task.columns.info
             config.task.columns.info = tuple(name for name in own_info if name in names)
-    return cli.set_values(config, options)
+    result = cli.set_values(config, options)
+    if "generator.max_model_len" not in options:
+        # Longer replies leave the room for prompts as it was.
+        more = result.loop.sampling.max_tokens - config.loop.sampling.max_tokens
+        result.generator.max_model_len += max(0, more)
+    return result
 
 
 def _split_rewards(reward: Rewards, *, folder: Path) -> tuple[tuple[str, ...], tuple[float, ...]]:

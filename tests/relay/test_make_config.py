@@ -68,6 +68,14 @@ def test_short_names_and_paths_set_options(tmp_path):
     assert config.loop.eval_every == 5
 
 
+def test_longer_replies_leave_the_room_for_prompts(tmp_path):
+    usual, longer = make(tmp_path), make(tmp_path, options={"max_tokens": 700})
+    room = usual.generator.max_model_len - usual.loop.sampling.max_tokens
+    assert longer.generator.max_model_len == 700 + room
+    given = {"max_tokens": 700, "generator.max_model_len": 1024}
+    assert make(tmp_path, options=given).generator.max_model_len == 1024
+
+
 def test_unknown_option_names_the_nearest(tmp_path):
     with pytest.raises(ConfigError, match=r"--step: no such option; did you mean"):
         make(tmp_path, options={"step": 7})
