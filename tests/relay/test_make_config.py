@@ -31,7 +31,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def right(rollout):
+def right(rollout, scale=None):
     return float(rollout.text == rollout.answer)
 
 
