@@ -97,7 +97,7 @@ def test_arguments_of_a_registry_function_choose_the_rest_of_its_config(tmp_path
     config = parse(*argv, module="own", config="grpo")
     columns = config.task.columns
     assert (columns.question, columns.answer, columns.info) == (
-        "prompt", "solution", ("solution", "level"),
+        "prompt", "solution", ("prompt", "solution", "level"),
     )  # fmt: skip
     assert config.task.train_files == (str(data),)
     assert config.trainer.optimizer.lr == 3e-5
