@@ -23,7 +23,7 @@ from relay.progress import View, make_view
 from rl.config.registry import RunRequest
 from rl.utils.errors import RunError
 from rl.utils.own_packages import refuse_own_names
-from rl.utils.user_code import is_of_python
+from rl.utils.user_code import list_import_path
 
 CHILD = Path(__file__).with_name("child.py")
 REQUEST, END = "request.pickle", "end.json"
@@ -49,7 +49,7 @@ def run_in_process(request: RunRequest, *, folder: Path, quiet: bool) -> None:
     """
     import cloudpickle
 
-    refuse_own_names(map(Path, _list_import_path()))
+    refuse_own_names(map(Path, list_import_path()))
     view = make_view(folder=folder, num_steps=request.config.loop.num_steps, quiet=quiet)
     with tempfile.TemporaryDirectory(prefix="relay-") as name:
         shared = Path(name)
@@ -75,7 +75,7 @@ def _start(shared: Path, *, view: View, network: bool) -> Iterator[subprocess.Po
         stderr=None if view.is_terminal else subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=os.environ | {"RELAY_IMPORT_PATH": json.dumps(_list_import_path())},
+        env=os.environ | {"RELAY_IMPORT_PATH": json.dumps(list_import_path())},
         # Ctrl-C of a terminal goes to all processes of a session: here it is passed on.
         start_new_session=True,
     )
@@ -86,20 +86,8 @@ def _start(shared: Path, *, view: View, network: bool) -> Iterator[subprocess.Po
     finally:
         if process.poll() is None:
             process.kill()  # its guard ends the actors
-        process.wait()
+        process.wait(timeout=KILL_S)
         reader.join(timeout=KILL_S)
-
-
-def _list_import_path() -> list[str]:
-    """Return where this program finds modules, without those of Python and its packages."""
-    paths = []
-    # In the order of this program: a module of the current folder must not take the place of one
-    # beside the script.
-    for path in (*sys.path, ""):
-        folder = os.path.abspath(path or os.getcwd())
-        if not is_of_python(folder) and folder not in paths:
-            paths.append(folder)
-    return paths
 
 
 def _read(process: subprocess.Popen[str], view: View) -> None:

@@ -31,7 +31,7 @@ import psutil
 
 from rl.utils.errors import RunError
 from rl.utils.processes import ROLE_VARIABLE, ProcessId, identify, is_alive, kill
-from rl.utils.user_code import is_of_python
+from rl.utils.user_code import is_of_python, list_import_path
 
 SHARED_MEMORY = Path("/dev/shm")
 RUN = uuid.uuid4().hex[:8]
@@ -158,13 +158,11 @@ TREE = Path(__file__).resolve().parents[2]
 
 def import_path() -> str:
     """Return a PYTHONPATH with which actors can import what the controller can."""
-    paths = []
-    # In the controller's order, by which a module beside its script precedes one of its folder.
-    for path in (*sys.path, "", str(TREE)):
-        folder = os.path.abspath(path or os.getcwd())
-        # An actor's interpreter, maybe of another installation, has its own packages.
-        if not is_of_python(folder) and folder not in paths:
-            paths.append(folder)
+    # Last, where it is none of them: relay's own packages. An actor's interpreter, maybe of another
+    # installation, has the installed packages.
+    paths = dict.fromkeys(list_import_path())
+    if not is_of_python(str(TREE)):
+        paths[str(TREE)] = None
     return os.pathsep.join(paths)
 
 

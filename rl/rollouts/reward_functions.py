@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,7 +143,7 @@ def make_criterion(
         function = load_function(place)
     except ValueError as error:
         raise ValueError(f"reward {error}") from error
-    name = choose_name(place, function)
+    name = choose_name(function)
     if not _is_of_trl_form(place, function):
         is_coroutine = is_async(function)
         reward = AsyncRolloutReward(place=place) if is_coroutine else RolloutReward(place=place)
@@ -158,7 +157,7 @@ def make_criterion(
     return GroupCriterion(name=name, function=of_group, weight=weight, needs_group=False)
 
 
-def choose_name(place: str, function: Callable[..., Any]) -> str:
+def choose_name(function: Callable[..., Any]) -> str:
     """Return the name of a reward in metrics."""
     name = getattr(function, "__name__", type(function).__name__)
     if name == "<lambda>":
@@ -238,16 +237,15 @@ def save_function(function: Callable[..., Any], *, folder: Path) -> Path:
     except Exception as error:
         part = _find_unsendable(function)
         raise ValueError(
-            f"reward {choose_name('', function)!r} cannot be sent to another process"
+            f"reward {choose_name(function)!r} cannot be sent to another process"
             f"{f': it uses {part}' if part else ''} ({error}); make or open it inside the function"
         ) from error
-    name = f"{choose_name('', function)}-{hashlib.sha256(content).hexdigest()[:12]}{SAVED}"
+    name = f"{choose_name(function)}-{hashlib.sha256(content).hexdigest()[:12]}{SAVED}"
     path = folder.absolute() / name
     if not path.exists():
         make_folder(folder, as_what="the folder of reward functions")
         with replace_file(path) as temporary:
             temporary.write_bytes(content)
-    pickle.loads(content)
     return path
 
 

@@ -64,8 +64,7 @@ class OwnTask(DatasetTask):
                     f"reward={reward!r} compares with the reference answer, but columns.answer is "
                     "None: name the column of the answers"
                 )
-        # Not super(), whose class is the one that a config with slots was made for.
-        DatasetTask.__init__(self, config=config)
+        super().__init__(config=config)
 
     def rubric(self, *, seed: int) -> Rubric:
         """Add up the reward functions, each with its weight."""

@@ -39,6 +39,20 @@ _MISSING_NAME = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
 _UNEXPECTED_KEYWORD = re.compile(r"([\w.<>]+)\(\) got an unexpected keyword argument '(\w+)'")
 
 
+def list_import_path() -> list[str]:
+    """Return where this program finds modules, without those of Python and installed packages.
+
+    In its own order: a module of the current folder must not take the place of one beside the
+    script.
+    """
+    paths = []
+    for path in (*sys.path, ""):
+        folder = os.path.abspath(path or os.getcwd())
+        if not is_of_python(folder) and folder not in paths:
+            paths.append(folder)
+    return paths
+
+
 def is_own_module(name: str) -> bool:
     """Return whether a module is relay's."""
     return name.partition(".")[0] in OWN_PACKAGES

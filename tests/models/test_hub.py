@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants, hf_hub_download
 
 from rl.models.files import hub as our_hub
-from rl.models.files.assets import UnpreparedError, resolve_assets
+from rl.models.files.assets import UnpreparedError, count_weight_bytes, resolve_assets
 from rl.models.spec import model_spec
 from tests.support.fake_hub import COMMITS, fake_hub
 
@@ -170,3 +170,16 @@ def test_unreachable_hub_is_an_error_at_once_unless_the_model_is_cached(hub, mon
     ):
         resolve("org/other", revision="v1")
     assert time.monotonic() - started < 0.9
+
+
+def test_size_of_the_weights_is_the_same_before_and_after_a_download(hub):
+    before = count_weight_bytes("org/model")
+    assert not [request for request in hub.requests if "/resolve/" in request]
+    resolve("org/model")
+    # Of the weights that a run reads alone, not of consolidated.safetensors.
+    assert before == count_weight_bytes("org/model") == len("model-00001-of-00002.safetensors")
+
+
+def test_size_of_a_model_that_does_not_exist_is_an_error(hub):
+    with pytest.raises(ValueError, match="org/other"):
+        count_weight_bytes("org/other")

