@@ -72,13 +72,13 @@ tinker-cookbook: ## run the Tinker cookbook's recipes, unmodified, against this 
 	@$(SETUP) tinker smollm2
 	$(RUN_PYTHON) -m tools.tinker_cookbook.main $(ARGS) $(NO_INPUT)
 
-test: setup ## run all tests except the slow ones: 13 minutes on 2 cores
+test: setup ## run all tests except the slow ones: up to 14 minutes on 2 cores
 	$(TEST_PYTHON) -m pytest $(SHARED) -m "not slow and not browser and not rehearsal" $(ARGS) $(NO_INPUT)
 
-test-fast: setup ## run the tests that start no engine and no actor: about 2 minutes
+test-fast: setup ## run the tests that start no engine and no actor: 2 to 4 minutes
 	$(TEST_PYTHON) -m pytest $(SHARED) -m "$(FAST)" $(ARGS) $(NO_INPUT)
 
-test-slow: setup ## run the slow tests, such as whole runs: about 8 minutes
+test-slow: setup ## run the slow tests, such as whole runs: up to 11 minutes
 	$(TEST_PYTHON) -m pytest $(SHARED) -m "slow and not long" $(ARGS) $(NO_INPUT)
 
 test-long: setup ## run the longest tests: more layouts, crashes, stops and resumes

@@ -11,10 +11,10 @@ stopped when PARENT ends. With `network` the run's actors use the machine's netw
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -34,14 +34,18 @@ def main(request_file: Path, end_file: Path, *, parent: int, network: bool) -> i
     prepare_process(network=network)
     die_with_parent(parent)  # a new user namespace would forget it
     early = importlib.import_module("actors.launch.early")
-    with early.start_early(()):
-        import cloudpickle
+    try:
+        with early.start_early(()):
+            import cloudpickle
 
-        importlib.import_module("actors.controller")  # the class that the config builds
-        request = cloudpickle.loads(request_file.read_bytes())
-        status, message = run_request(request)
-    with contextlib.suppress(OSError):  # the parent has ended
+            importlib.import_module("actors.controller")  # the class that the config builds
+            request = cloudpickle.loads(request_file.read_bytes())
+            status, message = run_request(request)
         end_file.write_text(json.dumps({"status": status, "message": message}))
+    finally:
+        # A parent that has ended cannot remove the folder that the two share.
+        if os.getppid() != parent:
+            shutil.rmtree(end_file.parent, ignore_errors=True)
     return status
 
 
