@@ -32,6 +32,8 @@ def proxied(monkeypatch):
         monkeypatch.setenv(name, DEAD)
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.setenv(name, "internal.example")
+    # urllib keeps the proxies of its first request for all later ones of the process.
+    monkeypatch.setattr(urllib.request, "_opener", None)
     return monkeypatch
 
 
