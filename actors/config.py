@@ -19,7 +19,7 @@ from rl.loop.warmup import SupervisedWarmup
 from rl.models.spec import ModelSpec
 from rl.observability.machine import LimitsConfig
 from rl.observability.recorder import RecorderConfig
-from rl.observability.run_folder import STARTING_POINTS
+from rl.observability.run_folder import NO_RUNS
 from rl.observability.sinks import SinksConfig
 from rl.observability.spans import TimelineConfig
 from rl.rollouts.renderer import RendererConfig
@@ -390,8 +390,8 @@ class RunConfig(ClusterConfig):
                 f"task={made.__qualname__}: must be the config of a task (rl.tasks.task)"
             )
         # It lies beside the runs in dump_folder, where a run with overwrite would replace it.
-        if self.name == STARTING_POINTS:
+        if self.name in NO_RUNS:
             raise ValueError(
-                f"name={self.name!r} is the folder of the starting points that runs share: choose "
+                f"name={self.name!r} is a folder that runs share ({', '.join(NO_RUNS)}): choose "
                 "another"
             )

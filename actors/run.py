@@ -35,7 +35,7 @@ from actors.launch.member import LogSettings, record_process
 from actors.launch.placement import count_gpus, fit_to_devices
 from actors.preflight.explain import find_options_set_in_vain
 from actors.preflight.limits import measure_run_limits
-from actors.preflight.plan import Plan, make_plan
+from actors.preflight.plan import Plan, describe_data, make_plan
 from rl.config.json import list_changed_fields, to_dict, write_defaults, write_json
 from rl.config.registry import RunRequest
 from rl.config.tree import check_fields, find_input_paths, replace_values
@@ -262,6 +262,10 @@ def _report_start(prepared: PreparedRun) -> None:
     """Print and log what a reader of the run has to know about its config."""
     request, plan = prepared.request, prepared.plan
     logger.info("config %s", request.origin)
+    data = describe_data(plan.task)
+    if data is not None:
+        # Columns may have been found by their usual names: the user sees which.
+        print_line(f"data: {data}")
     for path in find_options_set_in_vain(request):
         logger.warning("set without effect: %s", path)
         print_line(f"set without effect: {path}")

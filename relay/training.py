@@ -14,9 +14,8 @@ from typing import Any
 
 from relay.process import run_in_process
 from relay.result import RunResult
+from rl.observability.run_folder import DATA, FUNCTIONS
 
-DATA = "data"
-"""Folder beside the runs that keeps rows which were given as Python objects."""
 DEFAULT_FOLDER = "outputs"
 
 Reward = Callable[..., Any] | str
@@ -110,7 +109,8 @@ def make_config(
     rewards, weights = _split_rewards(reward, folder=folder)
     files = write_data(data, folder=folder)
     make = own.lora if lora else own.grpo
-    config = make(str(model), files, rewards)
+    max_tokens = options.pop("max_tokens", None)
+    config = make(str(model), files, rewards, max_tokens=max_tokens)
     config.task.reward_weights = weights
     for setting, column in (columns or {}).items():
         options[f"task.columns.{setting}"] = column
@@ -119,18 +119,14 @@ def make_config(
         data_module = importlib.import_module("rl.tasks.data")
         config.task.eval_files = {}
         config.task.held_out = 0.0
-        for number, file in enumerate(write_data(eval_data, folder=folder), start=1):
+        eval_files = write_data(eval_data, folder=folder, what="eval_data")
+        for number, file in enumerate(eval_files, start=1):
             config.task.eval_files["eval" if number == 1 else f"eval_{number}"] = file
             # Further columns count if all rows have them.
-            names = data_module.read_columns(file)
+            names = data_module.read_columns(file, looked_at=data_module.LOOKED_AT)
             own_info = config.task.columns.info
             config.task.columns.info = tuple(name for name in own_info if name in names)
-    result = cli.set_values(config, options)
-    if "generator.max_model_len" not in options:
-        # Longer replies leave the room for prompts as it was.
-        more = result.loop.sampling.max_tokens - config.loop.sampling.max_tokens
-        result.generator.max_model_len += max(0, more)
-    return result
+    return cli.set_values(config, options)
 
 
 def _split_rewards(reward: Rewards, *, folder: Path) -> tuple[tuple[str, ...], tuple[float, ...]]:
@@ -144,7 +140,7 @@ def _split_rewards(reward: Rewards, *, folder: Path) -> tuple[tuple[str, ...], t
         if isinstance(function, str):
             places.append(function)
         elif callable(function):
-            places.append(functions.find_place(function, folder=folder / functions.FUNCTIONS))
+            places.append(functions.find_place(function, folder=folder / FUNCTIONS))
         else:
             raise ValueError(
                 f"reward={item!r}: must be a function, the place of one such as "
@@ -157,11 +153,11 @@ def _split_rewards(reward: Rewards, *, folder: Path) -> tuple[tuple[str, ...], t
 # Data
 
 
-def write_data(data: Any, *, folder: Path) -> tuple[str, ...]:
+def write_data(data: Any, *, folder: Path, what: str = "data") -> tuple[str, ...]:
     """Return the files of the data, after writing what is none.
 
     Raises:
-        ValueError: the data has another form, or a row cannot be written.
+        ValueError: the data has another form, or a row cannot be written; begins with `what`.
     """
     if isinstance(data, str | Path):
         return (str(data),)
@@ -170,32 +166,35 @@ def write_data(data: Any, *, folder: Path) -> tuple[str, ...]:
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
         raise ValueError(
-            f"data is a {type(data).__name__} of {names}: give one split, or a list of rows"
+            f"{what} is a {type(data).__name__} of {names}: give one split, or a list of rows"
         )
     # A `datasets.Dataset` or a DataFrame, whose types JSON would lose.
     if hasattr(data, "to_parquet"):
-        return (str(_write_table(data, folder=folder / DATA)),)
+        return (str(_write_table(data, folder=folder / DATA, what=what)),)
     if not isinstance(data, Iterable):
         raise ValueError(
-            f"data is a {type(data).__name__}: must be a file, hub:owner/name:split, a list of "
+            f"{what} is a {type(data).__name__}: must be a file, hub:owner/name:split, a list of "
             "dicts, a datasets.Dataset or a DataFrame"
         )
-    return (str(_write_rows(data, folder=folder / DATA)),)
+    return (str(_write_rows(data, folder=folder / DATA, what=what)),)
 
 
-def _write_rows(rows: Iterable[Any], *, folder: Path) -> Path:
+def _write_rows(rows: Iterable[Any], *, folder: Path, what: str) -> Path:
     """Write rows as JSON lines; the name of the file is the digest of its content."""
     lines = []
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            raise ValueError(f"data: row {number} is a {type(row).__name__}, not a dict of columns")
+            raise ValueError(
+                f"{what}: row {number} is a {type(row).__name__}, not a dict of columns"
+            )
         try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"data: row {number} cannot be written: {error}") from error
+            lines.append(_to_json(dict(row)))
+        except (TypeError, ValueError):
+            _name_column(row, f"{what}: row {number}")
+            raise
     if not lines:
-        raise ValueError("data has no rows")
-    content = "\n".join([*lines, ""]).encode()
+        raise ValueError(f"{what} has no rows")
+    content = b"\n".join([*lines, b""])
     path = folder.absolute() / f"{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
     files = importlib.import_module("rl.utils.files")
     files.make_folder(folder, as_what="the folder of the data")
@@ -204,7 +203,20 @@ def _write_rows(rows: Iterable[Any], *, folder: Path) -> Path:
     return path
 
 
-def _write_table(table: Any, *, folder: Path) -> Path:
+def _to_json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+
+
+def _name_column(row: Mapping[Any, Any], place: str) -> None:
+    """Raise ValueError for the first column that cannot be written."""
+    for name, value in row.items():
+        try:
+            _to_json({name: value})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{place}: column {name!r} cannot be written: {error}") from error
+
+
+def _write_table(table: Any, *, folder: Path, what: str) -> Path:
     """Write a `datasets.Dataset` or a DataFrame with its types."""
     files = importlib.import_module("rl.utils.files")
     files.make_folder(folder, as_what="the folder of the data")
@@ -215,7 +227,7 @@ def _write_table(table: Any, *, folder: Path) -> Path:
         try:
             table.to_parquet(str(temporary))
         except Exception as error:  # whatever the library raises of its content
-            raise ValueError(f"data cannot be written as Parquet: {error}") from error
+            raise ValueError(f"{what} cannot be written as Parquet: {error}") from error
         digest = hashlib.sha256(temporary.read_bytes()).hexdigest()[:12]
         return temporary.replace(folder.absolute() / f"{digest}.parquet")
 

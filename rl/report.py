@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.observability.run_folder import CONFIG, METRICS, REPORT, STARTING_POINTS, STATUS
+from rl.observability.run_folder import CONFIG, METRICS, NO_RUNS, REPORT, STATUS
 from rl.reporting.html.page import MANY, write_report
 from rl.utils.compat import exit_after
 from rl.utils.printing import print_error, print_text
@@ -47,13 +47,12 @@ def select_runs(folders: Sequence[Path]) -> list[Path]:
     """Return the folders, each once; of many, as of `outputs/*`, only those that are runs'."""
     unique = {folder.resolve(): folder for folder in reversed(folders)}
     selected = [folder for folder in folders if unique[folder.resolve()] is folder]
-    if len(selected) < MANY:
-        return selected
     runs = []
     for folder in selected:
         # A folder that does not exist is a typo, and an error.
-        is_other = folder.exists() and not any((folder / name).is_file() for name in OF_RUNS)
-        if is_other or folder.name == STARTING_POINTS:
+        is_run = any((folder / name).is_file() for name in OF_RUNS)
+        is_other = folder.exists() and not is_run and len(selected) >= MANY
+        if is_other or folder.name in NO_RUNS:
             print_error(f"note: {folder} is left out: it is not the folder of a run")
         else:
             runs.append(folder)

@@ -34,6 +34,7 @@ from actors.launch.compat import (
 )
 from actors.launch.isolation import hide_secrets, run_inside
 from actors.launch.placement import Placements
+from rl.utils.extras import describe_install
 from rl.utils.processes import ProcessId, identify, is_alive, kill
 from rl.utils.threads import run_in_thread
 
@@ -241,8 +242,8 @@ def _load_kubernetes() -> ModuleType:
         return importlib.import_module("actors.launch.kubernetes")
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"launch.hosts='kubernetes' needs the package {error.name}: pip install "
-            "'relay-rl[kubernetes]'"
+            f"launch.hosts='kubernetes' needs the package {error.name}: "
+            f"{describe_install('kubernetes')}"
         ) from error
 
 

@@ -36,6 +36,7 @@ from actors.preflight.checks import (
     find_machine_faults,
 )
 from actors.preflight.plan import (
+    describe_data,
     describe_skip,
     find_resumed_source,
     find_source,
@@ -49,9 +50,9 @@ from rl.config.configurable import Configurable, find_idle_options
 from rl.config.json import find_differences, to_dict, walk_leaves
 from rl.config.registry import ExplanationForm, RunRequest
 from rl.config.tree import walk
-from rl.models.files.assets import UnpreparedError
+from rl.models.files.assets import UnpreparedError, read_unprepared_config
 from rl.models.model_cost import count_work
-from rl.models.spec import ModelSpec
+from rl.models.spec import ModelSpec, spec_from_hf
 from rl.observability.run_folder import RunFolder, check_free
 from rl.run_rules import RULES
 from rl.starting_point import StartingPoint
@@ -125,6 +126,7 @@ def explain(request: RunRequest, *, here: Machine) -> dict[str, Any]:
         "devices": devices,
         "values": dict(walk_leaves(values)),
         "changes": changes,
+        "data": _describe_data(found.task),
         "step": compute_step_arithmetic(config.loop, max_model_len=config.generator.max_model_len),
         "staleness": bound_staleness(config.loop),
         "layout": try_to_find(lambda: describe_layout(config, num_gpus=machine.num_gpus)),
@@ -181,6 +183,12 @@ def _find_faults_here(
             check_problems(found.source, found.task, seed=config.seed, exclude=exclude)
 
 
+def _describe_data(task: Task | None) -> str:
+    if task is None:
+        return "unknown"
+    return describe_data(task) or f"problems of {type(task).__name__}"
+
+
 def _find_changes(request: RunRequest) -> dict[str, dict[str, Any]]:
     """Return the values that differ from those of the registry's config, with both."""
     if request.defaults is None:  # a script made the config
@@ -216,11 +224,10 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
     if config.model is None:
         try:
             found = _Found(spec=find_untrained_start(config, prepares=False).spec)
-        except UnpreparedError as unprepared:
-            raise ValueError(
-                f"--explain: the model's sizes are those of {unprepared}: `--launch.dry_run true` "
-                "does it too"
-            ) from None
+        except UnpreparedError:
+            assert config.hf_assets_path is not None  # nothing else is prepared
+            settings = read_unprepared_config(config.hf_assets_path, revision=config.hf_revision)
+            found = _Found(spec=spec_from_hf(settings))
     else:
         spec = set_arithmetic(
             config.model, batch_invariant=config.batch_invariant, float32_head=config.float32_head

@@ -146,6 +146,12 @@ def _make_parity(config: RunConfig, *, prompt: Prompt, renderer: Renderer) -> Pa
     )
 
 
+def describe_data(task: Task) -> str | None:
+    """Return what a task has read from its files; None for one without files."""
+    summary = getattr(task, "summary", None)
+    return summary if isinstance(summary, str) else None
+
+
 def describe_skip(path: Path, error: DamagedCheckpointError) -> str:
     """Return what a run would do with a damaged checkpoint."""
     return f"{path.name} would be set aside, and an earlier one taken: {error}"

@@ -25,9 +25,11 @@ def summarize(explanation: Mapping[str, Any]) -> str:
         "step": _describe_step(explanation["step"], explanation["staleness"]),
         "tokens": _describe_tokens(explanation["step"], explanation["values"]),
         "run": _describe_run(explanation["step"], explanation["values"]),
+        "data": explanation["data"],
         "memory": _describe_memory(explanation["memory"]),
-        "changed": _describe_changes(explanation["changes"]),
-        "no effect": _list(explanation["options"]["set_without_effect"]),
+        "changed": _describe_changes(
+            explanation["changes"], idle=explanation["options"]["set_without_effect"]
+        ),
         "not checked": "; ".join(explanation["not_checked"]) or "nothing",
         "refused": _describe_refusals(explanation["options"]),
     }
@@ -92,12 +94,12 @@ def _describe_memory(memory: Mapping[str, Any]) -> str:
     return f"{text}: too little for the {' and the '.join(too_large)}" if too_large else text
 
 
-def _describe_changes(changes: Mapping[str, Mapping[str, Any]]) -> str:
+def _describe_changes(changes: Mapping[str, Mapping[str, Any]], *, idle: Sequence[str]) -> str:
     texts = []
     for path, change in changes.items():
         value, registry = _shorten(change["value"]), _shorten(change["registry"])
         texts.append(f"{path} {value} instead of {registry}")
-    return _list(texts)
+    return f"{_list(texts)}; without effect: {_list(idle)}" if idle else _list(texts)
 
 
 def _describe_refusals(options: Mapping[str, Sequence[str]]) -> str:

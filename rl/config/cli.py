@@ -252,23 +252,38 @@ def _take_source_options(options: dict[str, list[str]]) -> dict[str, str]:
 
 
 def _take_arguments(function: Callable[..., Any], options: dict[str, list[str]]) -> dict[str, Any]:
-    """Remove the options that are arguments of a registry function, and return their values."""
-    arguments: dict[str, Any] = {}
-    names = [name for name in inspect.signature(function).parameters if name in options]
-    # Types are looked up only for these: a function may have types that only checkers see.
-    hints = typing.get_type_hints(function) if names else {}
-    for name in names:
+    """Remove the options that are arguments of a registry function, and return their values.
+
+    The long name of an option is the argument too: `--task.train_files` is `--data`.
+    """
+    given = {}
+    for name in inspect.signature(function).parameters:
         path = ALIASES.get(name)
-        if path in options:
+        if name in options and path in options:
             raise ConfigError(f"--{name} is short for --{path}: give one of them")
+        option = name if name in options else path
+        if option in options and options[option] != ["None"]:
+            given[name] = option
+    # Types are looked up only for these: a function may have types that only checkers see.
+    hints = typing.get_type_hints(function) if given else {}
+    arguments: dict[str, Any] = {}
+    for name, option in given.items():
         if hints.get(name) == tuple[str, ...]:
-            arguments[name] = tuple(options.pop(name))
-        elif hints.get(name) in (str, str | None):
-            values = options.pop(name)
+            arguments[name] = tuple(options.pop(option))
+        elif hints.get(name) in (str, str | None, int, int | None):
+            values = options.pop(option)
             if len(values) != 1:
-                raise ConfigError(f"--{name} takes one value, not {values!r}")
-            arguments[name] = values[0]
+                raise ConfigError(f"--{option} takes one value, not {values!r}")
+            is_text = hints[name] in (str, str | None)
+            arguments[name] = values[0] if is_text else _to_int(option, values[0])
     return arguments
+
+
+def _to_int(option: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"--{option} {value}: must be int") from None
 
 
 def _name_fields(config: Any) -> set[str]:

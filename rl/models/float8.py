@@ -26,6 +26,7 @@ from rl.models.converter import ModelConverter
 from rl.models.float8_private import multiply_groups_by_torchao
 from rl.models.layers.moe import GroupedExperts, multiply_groups, slice_groups
 from rl.models.spec import ModelSpec
+from rl.utils.extras import name_pip
 
 MULTIPLE = 16
 """Divisor of all sizes of a float8 product: both sizes of the weight, and the number of tokens."""
@@ -100,7 +101,7 @@ class Float8(ModelConverter):
                 "context_parallel_degree above 1"
             )
         if find_spec("torchao") is None:
-            raise ValueError("Float8 needs torchao 0.18: pip install 'torchao==0.18.*'")
+            raise ValueError(f"Float8 needs torchao 0.18: {name_pip()} install 'torchao==0.18.*'")
 
     def convert(self, model: nn.Module) -> None:
         """Convert the layers.
@@ -219,7 +220,7 @@ class Float8GroupedMM(ModelConverter):
             _check_hardware(device, products="grouped float8", capabilities=GROUPED_CAPABILITIES)
             if find_spec("torchao") is None:
                 raise ValueError(
-                    "Float8GroupedMM needs torchao 0.18: pip install 'torchao==0.18.*'"
+                    f"Float8GroupedMM needs torchao 0.18: {name_pip()} install 'torchao==0.18.*'"
                 )
 
     def convert(self, model: nn.Module) -> None:

@@ -44,6 +44,11 @@ from rl.utils.files import (
 
 STARTING_POINTS = "starting_points"
 """Folder beside the runs that keeps warmed-up and converted models for later runs."""
+DATA, FUNCTIONS = "data", "functions"
+"""Folders beside the runs that keep rows and reward functions which were given as Python objects.
+"""
+NO_RUNS = (STARTING_POINTS, DATA, FUNCTIONS)
+"""Folders beside the runs."""
 STATUS = "status.json"
 CONFIG = "config.json"
 AS_WHAT = "a run's folder"

@@ -32,8 +32,6 @@ from rl.utils.user_code import SAVED, is_own_module, load_function
 
 MESSAGES = "question_messages"
 """Key of `Problem.info` for a question that is a list of messages."""
-FUNCTIONS = "functions"
-"""Folder beside the runs that keeps functions which no module holds."""
 GIVEN = ("prompts", "completions", "completion_ids")
 """Arguments of TRL's form that are no columns."""
 FORMS = "f(rollout) -> float, or f(completions, <columns>) -> list of floats"

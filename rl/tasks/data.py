@@ -31,6 +31,8 @@ from rl.utils.files import replace_file
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 HUB = "hub:"
 """Begin of the name of a dataset on the Hugging Face hub."""
+LOOKED_AT = 1000
+"""Rows of a file in which columns are looked for by their names."""
 
 
 # Optional packages
@@ -86,7 +88,7 @@ class TypedRows:
             if getattr(feature, "dtype", "") in ("float16", "float32"):
                 self._narrow[name] = np.dtype(feature.dtype).type
 
-    def list_columns(self, needed: Iterable[str] = ()) -> list[str]:
+    def list_columns(self, needed: Iterable[str] = (), *, looked_at: int = 1) -> list[str]:
         return list(self.table.column_names)
 
     def __len__(self) -> int:
@@ -144,9 +146,9 @@ def read_rows(
     return TypedRows(rows.table.select_columns(sorted(set(columns.values()))))
 
 
-def read_columns(path: str) -> list[str]:
-    """Return the columns of a file's first row; raises as `read_rows`."""
-    return _open_rows(path, needed=(), cache_folder=None).list_columns()
+def read_columns(path: str, *, looked_at: int) -> list[str]:
+    """Return the columns of a file's first rows; raises as `read_rows`."""
+    return _open_rows(path, needed=(), cache_folder=None).list_columns(looked_at=looked_at)
 
 
 def _open_rows(

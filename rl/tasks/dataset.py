@@ -8,6 +8,7 @@ row numbers and hashes of the questions stay in memory.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -39,6 +40,7 @@ from rl.utils.numbers import same_answer
 
 logger = logging.getLogger(__name__)
 
+_IN_BRACES = re.compile(r"\{([^{}]*)\}")
 HELD_OUT = "held_out"
 """Name of the evaluation set that is split from the training files."""
 
@@ -142,7 +144,8 @@ class DatasetTask(Configurable):
         system: str = ""
         """System message of problems without one in a column."""
         template: str = "{question}"
-        """Text of the prompt, in which `{question}` stands for the row's question."""
+        """Text of the prompt: `{question}` stands for the row's question, and the name of a column
+        of `columns.info` in braces for its value, as in `{question}\\n\\n{input}`."""
         cache_folder: str | None = None
         """Folder for Arrow copies of the files; None: the default of `datasets`."""
 
@@ -180,6 +183,18 @@ class DatasetTask(Configurable):
         self._evals: dict[str, list[Problem]] = {}
         for name, rows in evals.items():
             self._evals[name] = [self._make_problem(row) for row in rows]
+
+    @property
+    def summary(self) -> str:
+        """Numbers of problems, and which columns are read as what, in one line."""
+        columns, sizes = self.config.columns, [f"{len(self._train):,} to train on"]
+        sizes += [f"{len(problems):,} {name}" for name, problems in self._evals.items()]
+        named = columns.list_by_setting().items()
+        read = [f"{key[8:]} = {column!r}" for key, column in named if ".info." not in key]
+        others = sorted({*columns.info} - {*columns.list_text_columns()})
+        if others:
+            read.append(f"for rewards: {', '.join(others)}")
+        return f"{', '.join(sizes)}; {', '.join(read)}"
 
     def convert(self, problem: Problem, row: Mapping[str, Any]) -> Problem:
         """Return the final problem of a row, from the columns' problem and the named columns;
@@ -294,6 +309,8 @@ class DatasetTask(Configurable):
             question = "\n".join(f"{message.role}: {message.content}" for message in messages)
             infos.append(question)
         question = to_text(question, columns.question)
+        # Rows with one instruction and different inputs ask different questions.
+        question = "\n".join([question, *self._read_template_columns(values).values()])
         digest = hash_problem(problem, problem.info.get("system"), infos)
         return replace(row, key=hash_content(question), digest=digest)
 
@@ -310,12 +327,17 @@ class DatasetTask(Configurable):
             info = {name: to_plain(values.get(name)) for name in columns.info}
             named = {**info, **texts}
 
-            question, messages = self._read_question(texts[columns.question])
+            question, messages = self._read_question(texts[columns.question], values)
             if messages:
                 info[MESSAGES] = [asdict(message) for message in messages]
             system = ""
             if columns.system is not None:
                 system = to_system(texts[columns.system], columns.system)
+                if system and messages and messages[0].role == "system":
+                    raise ValueError(
+                        f"columns {columns.system!r} and {columns.question!r} both have a system "
+                        "message: set columns.system to None"
+                    )
             # The row's own system message comes before that of the config.
             if system or (config.system and (not messages or messages[0].role != "system")):
                 info["system"] = system or config.system
@@ -338,16 +360,33 @@ class DatasetTask(Configurable):
             )
             return self.convert(problem, named)
 
-    def _read_question(self, value: Any) -> tuple[str, tuple[Message, ...]]:
+    def _read_question(
+        self, value: Any, values: Mapping[str, Any]
+    ) -> tuple[str, tuple[Message, ...]]:
         """Return the last message to the model, in the template, and all messages of a list."""
-        config, column = self.config, self.config.columns.question
+        template, column = self.config.template, self.config.columns.question
         messages = to_messages(value, column) if isinstance(value, list) else ()
         text = messages[-1].content if messages else to_text(value, column)
+        texts = self._read_template_columns(values)
         # Not `format`: other braces in a template, as of LaTeX, stay as they are.
-        question = config.template.replace("{question}", text)
+        question = _IN_BRACES.sub(
+            lambda found: {"question": text, **texts}.get(found[1], found[0]), template
+        )
+        if texts:
+            question = question.strip()  # a column may be empty
         if messages:
             messages = (*messages[:-1], replace(messages[-1], content=question))
         return question, messages
+
+    def _read_template_columns(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """Return the texts of the columns, beside the question, that stand in the template."""
+        names = set(_IN_BRACES.findall(self.config.template)) - {"question"}
+        texts = {}
+        for name in self.config.columns.info:
+            if name in names:
+                is_empty = not str(values.get(name) or "").strip()
+                texts[name] = "" if is_empty else to_text(values[name], name)
+        return texts
 
     def _split(
         self, train: list[Row], evals: dict[str, list[Row]]
@@ -372,7 +411,14 @@ class DatasetTask(Configurable):
             num_before, train = len(train), self._filter_by_difficulty(train, config.difficulty)
             dropped += f", {num_before - len(train)} fail the difficulty filter"
         if not train:
-            raise ValueError(f"no training row is left of {num_read}: {dropped}")
+            way = ""
+            if config.held_out:
+                way = (
+                    f"; held_out={config.held_out} holds out a share of the questions: give rows "
+                    "to evaluate as eval_files (relay.grpo: eval_data), or set held_out=0 and "
+                    "loop.eval_every=0"
+                )
+            raise ValueError(f"no training row is left of {num_read}: {dropped}{way}")
 
         # After the split: a row beyond `num_eval` is not trained on either.
         train = _choose(train, config.max_problems)

@@ -6,10 +6,12 @@ import dataclasses
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from rl.rollouts.reward_functions import MESSAGES, make_criterion
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
-from rl.tasks.data import read_columns
+from rl.tasks.cells import to_text
+from rl.tasks.data import LOOKED_AT, read_columns, read_rows
 from rl.tasks.dataset import Columns, DatasetTask
 from rl.tasks.task import Place, required_answer
 from rl.types import Rollout
@@ -108,16 +110,40 @@ def _number_names(
     return numbered
 
 
-def find_columns(file: str) -> Columns:
-    """Return the columns of a file by their usual names; reward functions get all but `system`.
+def find_columns(files: Sequence[str]) -> Columns:
+    """Return the columns of files by their usual names; reward functions get all but `system`.
 
-    A file without any of the names keeps the default, which the task then misses. Raises as
-    `read_columns`.
+    Only columns of all files count. Where none has a usual name for the question, the default
+    stays, which the task then misses. A column whose values are no texts or numbers, or not in each
+    row, is no reference answer, but reward functions get it. Raises as `read_columns`.
     """
-    names = read_columns(file)
+    names = read_columns(files[0], looked_at=LOOKED_AT)
+    for file in files[1:]:
+        further = read_columns(file, looked_at=LOOKED_AT)
+        names = [name for name in names if name in further]
     question = next((name for name in QUESTIONS if name in names), "question")
-    answer = next((name for name in ANSWERS if name in names), None)
+    answer = next((name for name in ANSWERS if name in names and name != question), None)
+    if answer is not None and not all(_has_texts(file, answer) for file in files):
+        answer = None
     system = "system" if "system" in names else None
     # Functions in TRL's form ask for the question by its column too.
     info = tuple(name for name in names if name != system)
     return Columns(question=question, answer=answer, system=system, info=info)
+
+
+def _has_texts(file: str, column: str) -> bool:
+    """Return whether the first rows of a file have texts or numbers in a column."""
+    rows = read_rows(file, columns={"columns.answer": column})
+    try:
+        for row in islice(rows, LOOKED_AT):
+            to_text(row.get(column), column)
+    except ValueError:
+        return False
+    return True
+
+
+def choose_template(columns: Columns) -> str:
+    """Return the text of a prompt: rows for Alpaca have an `input` beside their instruction."""
+    if columns.question == "instruction" and "input" in columns.info:
+        return "{question}\n\n{input}"
+    return "{question}"

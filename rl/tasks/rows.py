@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,12 @@ class WrittenRows:
     def __reduce__(self) -> tuple[Any, ...]:
         return WrittenRows, (self.copy, self.columns)
 
-    def list_columns(self, needed: Iterable[str] = ()) -> list[str]:
-        """Return the columns of the first row, or of all rows if the first lacks a needed one."""
+    def list_columns(self, needed: Iterable[str] = (), *, looked_at: int = 1) -> list[str]:
+        """Return the columns of the first rows, or of all rows if those lack a needed one."""
         objects = self._read_objects()
-        names = dict.fromkeys(next(objects, {}))
+        names: dict[str, None] = {}
+        for row in islice(objects, looked_at):
+            names |= dict.fromkeys(row)
         if {*needed} - names.keys():
             for row in objects:
                 names |= dict.fromkeys(row)

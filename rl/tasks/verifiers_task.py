@@ -33,6 +33,7 @@ from rl.tasks.task import Solved
 from rl.tasks.verifiers_private import get_agent_specs, get_harness, make_toolset
 from rl.tools.tool import announce
 from rl.types import Message, Problem, Rollout
+from rl.utils.extras import name_pip
 
 VERSION = "0.4."
 """Supported version of verifiers, because the bridge uses private parts of it."""
@@ -199,7 +200,7 @@ def _import_verifiers(config: VerifiersTask.Config) -> ModuleType:
     if not root.__version__.startswith(VERSION):
         raise ValueError(
             f"verifiers {root.__version__} is installed, but relay supports {VERSION}x: "
-            f"pip install 'verifiers=={VERSION}*'"
+            f"{name_pip()} install 'verifiers=={VERSION}*'"
         )
     # verifiers finds plugins as top-level modules, by name.
     sys.modules.setdefault(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from rl.utils.user_code import TREE
 
 DISTRIBUTION = "relay-rl"
@@ -21,7 +23,13 @@ def describe_install(group: str) -> str:
     """
     if is_checkout():
         return f"python3 tools/setup_env.py {group}"
-    return f"pip install '{DISTRIBUTION}[{group}]'"
+    return f"{name_pip()} install '{DISTRIBUTION}[{group}]'"
+
+
+def name_pip() -> str:
+    """Return the program that installs packages into this environment."""
+    # Environments of uv have no pip, and another one's would install into the wrong environment.
+    return "pip" if find_spec("pip") else "uv pip"
 
 
 def describe_program(name: str) -> str:

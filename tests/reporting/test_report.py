@@ -127,6 +127,10 @@ def test_all_folders_of_the_outputs_are_reported_without_those_that_are_no_runs(
     said = capsys.readouterr().err
     assert f"note: {outputs / 'starting_points'} is left out" in said
     assert f"note: {outputs / 'try.sweep.json'} is left out" in said
+    # Beside a single run, too, what lies in `outputs`.
+    (outputs / "data").mkdir()
+    beside = [str(folders[0]), str(outputs / "data"), "--output", str(file)]
+    assert report.main(beside) == 0
     # A typo is an error, however many there are.
     assert report.main([*map(str, folders), str(outputs / "c"), "--output", str(file)]) == 2
 

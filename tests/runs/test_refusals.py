@@ -64,7 +64,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             ("--name", "starting_points"),
-            "name='starting_points' is the folder of the starting points",
+            "name='starting_points' is a folder that runs share",
         ),
         (("--task.num_integers", "3"), "more than loop.sampling.max_tokens=32"),
         (("--hf_assets_path", "/no/such/folder"), "/no/such/folder does not exist"),

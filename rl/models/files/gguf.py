@@ -8,10 +8,13 @@ to 8 bits.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import logging
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from rl.models.files.hf import write_hf_folder
 from rl.models.files.tokenizer import write_json
 from rl.models.spec import spec_from_hf
 from rl.utils.extras import describe_install
+from rl.utils.printing import print_text
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names in GGUF of the families that can be converted; Mistral's is "llama"."""
@@ -55,16 +59,13 @@ def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None
     if not writes:
         return None
 
-    with _translate_errors(file):
+    print_text(f"converting {file}, once, to {folder}")
+    with _translate_errors(file), _hide_output():
         check_gguf_header(file)
         settings, tensor_names = _read_settings(file)
-        config, tensors, tokenizer = _read_model(file)
+        config, tensors, tokenizer = _read_model(file, settings)
         if settings.get("tokenizer.ggml.pre") == SMOLLM:
             _split_digits(tokenizer)
-        # transformers takes Qwen3's default.
-        head_dim = settings.get(f"{settings['general.architecture']}.attention.key_length")
-        if head_dim:
-            config["head_dim"] = head_dim
         spec = spec_from_hf(config)
 
     adapter = spec.adapter(spec.model)
@@ -80,6 +81,29 @@ def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None
         params = _read_parameters(file, names, adapter=adapter, tensors=tensors)
         write_hf_folder(folder, params, adapter, dtype=torch.bfloat16, tokenizer_from=saved)
     return folder
+
+
+def read_gguf_config(file: Path) -> dict[str, Any]:
+    """Return config.json of a GGUF file, without its tensors; raises as `convert_gguf`."""
+    with _translate_errors(file), _hide_output(), _link_alone(file) as link:
+        check_gguf_header(file)
+        settings, _ = _read_settings(file)
+        return _read_config(link, settings)[0]
+
+
+@contextmanager
+def _hide_output() -> Iterator[None]:
+    """Hide what libraries print during the block: warnings of packages that nothing here uses,
+    and, where nobody looks on, bars of their progress.
+    """
+    stream = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stderr(stream):
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def _split_digits(tokenizer: Any) -> None:
@@ -178,26 +202,47 @@ def _read_settings(file: Path) -> tuple[dict[str, Any], list[str]]:
     return settings, tensor_names
 
 
-def _read_model(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
+def _read_model(
+    file: Path, settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
     """Return config.json, the tensors in bfloat16 by Hugging Face's names, and the tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    # In a folder of its own: transformers would also read templates and settings that lie beside
-    # the file.
-    with tempfile.TemporaryDirectory() as alone:
-        link = Path(alone) / "model.gguf"
-        link.symlink_to(file.resolve())
-        config = AutoConfig.from_pretrained(alone, gguf_file=link.name)
-        settings: dict[str, Any] = _restore_decimals(config.to_dict())
-        spec_from_hf(settings)  # before a model of sizes that no model has is built
+    with _link_alone(file) as link:
+        config, of_transformers = _read_config(link, settings)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(of_transformers)
         checkpoint = load_gguf_checkpoint(
             link, return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16
         )
-        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=link.name)
-    return settings, checkpoint["tensors"], tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(link.parent, gguf_file=link.name)
+    return config, checkpoint["tensors"], tokenizer
+
+
+def _read_config(link: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return config.json, and the config as transformers has it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(link.parent, gguf_file=link.name)
+    values: dict[str, Any] = _restore_decimals(config.to_dict())
+    # transformers takes Qwen3's default.
+    head_dim = settings.get(f"{settings['general.architecture']}.attention.key_length")
+    if head_dim:
+        values["head_dim"] = head_dim
+    spec_from_hf(values)  # before a model of sizes that no model has is built
+    return values, config
+
+
+@contextmanager
+def _link_alone(file: Path) -> Iterator[Path]:
+    """Yield a link to a file in a folder of its own: transformers would also read templates and
+    settings that lie beside the file.
+    """
+    with tempfile.TemporaryDirectory() as alone:
+        link = Path(alone) / "model.gguf"
+        link.symlink_to(file.resolve())
+        yield link
 
 
 def _restore_decimals(config: Any) -> Any:

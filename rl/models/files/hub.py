@@ -7,9 +7,11 @@ are those of the hub's own library.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from rl.models.files.folder_check import CHAT_TEMPLATES
 from rl.models.files.hf import read_hf_config
@@ -86,6 +88,23 @@ def fetch_from_hub(name: str, *, revision: str | None, downloads: bool) -> Path 
     if problem is None:
         return None
     raise ValueError(_describe_failure(name, revision, problem)) from problem
+
+
+def read_hub_config(name: str, *, revision: str | None) -> dict[str, Any]:
+    """Return config.json of a model on the hub, of which nothing is kept.
+
+    Raises ValueError as `fetch_from_hub`.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            hf_hub_download(
+                name, "config.json", revision=revision, local_dir=folder, etag_timeout=TIMEOUT_S
+            )
+        except Exception as error:
+            raise ValueError(_describe_failure(name, revision, error)) from error
+        return read_hf_config(folder)
 
 
 def count_hub_bytes(name: str) -> int:
