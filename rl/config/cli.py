@@ -305,8 +305,29 @@ def _resume(folder: Path, options: Container[str]) -> tuple[RunRequest, dict[str
     # The folder may have been moved since, so that its place says more than its config.json; the
     # type of the field is str or Path.
     dump_folder = type(request.config.dump_folder)(path.parent)
-    location = {"name": path.name, "dump_folder": dump_folder, "overwrite": False}
-    return dataclasses.replace(request, resumes=path), location
+    changes = {"name": path.name, "dump_folder": dump_folder, "overwrite": False}
+    for entry in walk(request.config):
+        if entry.kind == "leaf":
+            found = _find_moved(entry.value, beside=path.parent)
+            if found != entry.value:
+                changes[entry.path] = found
+    return dataclasses.replace(request, resumes=path), changes
+
+
+def _find_moved(value: Any, *, beside: Path) -> Any:
+    """Return a value in which files that were moved with the runs beside them have their new place.
+
+    Rows and functions that were given as Python objects lie there (`relay.grpo`).
+    """
+    if isinstance(value, tuple):
+        return tuple(_find_moved(item, beside=beside) for item in value)
+    if isinstance(value, dict):
+        return {name: _find_moved(item, beside=beside) for name, item in value.items()}
+    if not isinstance(value, str) or not value.startswith("/"):
+        return value
+    file = Path(value)
+    moved = beside / file.parent.name / file.name
+    return str(moved) if moved.is_file() and not file.exists() else value
 
 
 def set_values(config: Any, values: Mapping[str, Any]) -> Any:

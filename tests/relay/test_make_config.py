@@ -20,7 +20,8 @@ import pytest
 import relay.training
 from actors.launch.cleanup import import_path
 from rl.config.cli import parse_cli
-from rl.config.json import to_dict
+from rl.config.json import to_dict, write_json
+from rl.config.registry import RunRequest
 from rl.config.tree import ConfigError
 from rl.utils.user_code import list_import_path, load_function
 
@@ -113,6 +114,24 @@ def test_lambda_is_saved_and_found_again(tmp_path):
     factor = 3.0
     (place,) = make(tmp_path, reward=lambda rollout: factor).task.reward
     assert load_function(place)(None) == 3.0
+
+
+def test_resumed_run_finds_data_and_functions_that_were_moved_with_it(tmp_path):
+    here = tmp_path / "outputs"
+    config = make(here, reward=lambda rollout: 3.0, eval_data=[{"question": "2", "answer": 4}])
+    request = RunRequest(module="configs.own", function="grpo", config=config)
+    (here / "try").mkdir()
+    write_json(request, here / "try" / "config.json")
+    there = here.rename(tmp_path / "moved")
+    resumed = parse(["--resume", str(there / "try")])
+    files = [*resumed.task.train_files, *resumed.task.eval_files.values(), *resumed.task.reward]
+    assert [Path(file).relative_to(there).parent.name for file in files] == [
+        "data",
+        "data",
+        "functions",
+    ]
+    assert all(Path(file).is_file() for file in files)
+    assert resumed.task.build().rubric(seed=0).criteria[0].name == "reward"
 
 
 def test_reward_that_holds_a_lock_is_named(tmp_path):
