@@ -22,7 +22,7 @@ from rl.models.lora import LoRA
 from rl.rollouts.advantage import Advantage
 from rl.rollouts.episode import Sampling
 from rl.tasks.dataset import Columns
-from rl.tasks.own import OwnTask, choose_template, find_columns
+from rl.tasks.own import OwnTask, find_columns
 from rl.training.config import TrainingConfig
 from rl.training.optimizer import LRSchedule, Optimizer
 
@@ -52,14 +52,18 @@ def grpo(
         task.columns = columns
     elif data:
         task.columns = find_columns(data)
-        task.template = choose_template(task.columns)
     num_gpus, num_bytes = count_gpus(), _count_bytes(model)
     if num_gpus:
         config = _on_gpus(
-            task, num_gpus=num_gpus, num_bytes=num_bytes, max_tokens=max_tokens or 1024
+            task,
+            num_gpus=num_gpus,
+            num_bytes=num_bytes,
+            max_tokens=1024 if max_tokens is None else max_tokens,
         )
     else:
-        config = _on_cpu(task, num_bytes=num_bytes, max_tokens=max_tokens or 128)
+        config = _on_cpu(
+            task, num_bytes=num_bytes, max_tokens=128 if max_tokens is None else max_tokens
+        )
     config.description = f"{model} on {', '.join(data)}"
     config.hf_assets_path = model
     config.any_model_size = True

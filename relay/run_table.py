@@ -26,7 +26,7 @@ from rl.observability.run_folder import (
     EVENTS,
     LOGS,
     METRICS,
-    NO_RUNS,
+    STARTING_POINTS,
     is_run,
     read_status,
 )
@@ -111,7 +111,7 @@ def _search(folder: Path, *, levels: int) -> Iterator[Path]:
     with suppress(OSError):
         entries = sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), entry.name))
         for entry in entries:
-            if entry.name.startswith(".") or entry.name in NO_RUNS:
+            if entry.name.startswith(".") or entry.name == STARTING_POINTS:
                 continue
             with suppress(OSError):
                 if entry.is_dir():

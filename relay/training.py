@@ -12,11 +12,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from relay.process import run_in_process
 from relay.result import RunResult
+from rl.config.common_options import ALIASES
 from rl.observability.run_folder import DATA, FUNCTIONS
 
 DEFAULT_FOLDER = "outputs"
+MAX_TOKENS = "max_tokens"
 
 Reward = Callable[..., Any] | str
 Rewards = Reward | Sequence[Reward | tuple[Reward, float]]
@@ -103,30 +107,45 @@ def make_config(
         ValueError: what is given does not fit; nothing was started.
     """
     own = importlib.import_module("configs.own")
+    own_task = importlib.import_module("rl.tasks.own")
     cli = importlib.import_module("rl.config.cli")
     options = dict(options or {})
     folder = Path(options.get("dump_folder", DEFAULT_FOLDER)).expanduser()
     rewards, weights = _split_rewards(reward, folder=folder)
     files = write_data(data, folder=folder)
+    columns = dict(columns or {})
+    found = own_task.find_columns(files, question=columns.get("question"))
     make = own.lora if lora else own.grpo
-    max_tokens = options.pop("max_tokens", None)
-    config = make(str(model), files, rewards, max_tokens=max_tokens)
+    config = make(str(model), files, rewards, found, _take_max_tokens(options))
     config.task.reward_weights = weights
-    for setting, column in (columns or {}).items():
+    for setting, column in columns.items():
         options[f"task.columns.{setting}"] = column
     # Rows of the user's own choice take the place of a share of the training rows.
     if eval_data is not None:
-        data_module = importlib.import_module("rl.tasks.data")
         config.task.eval_files = {}
         config.task.held_out = 0.0
         eval_files = write_data(eval_data, folder=folder, what="eval_data")
         for number, file in enumerate(eval_files, start=1):
             config.task.eval_files["eval" if number == 1 else f"eval_{number}"] = file
             # Further columns count if all rows have them.
-            names = data_module.read_columns(file, looked_at=data_module.LOOKED_AT)
+            names = own_task.list_columns(file)
             own_info = config.task.columns.info
             config.task.columns.info = tuple(name for name in own_info if name in names)
     return cli.set_values(config, options)
+
+
+def _take_max_tokens(options: dict[str, Any]) -> int | None:
+    """Remove the length of replies, by which a config is sized; None leaves it to the config.
+
+    A value that is none is left in the options, which then name what is valid.
+    """
+    names = [name for name in (MAX_TOKENS, ALIASES[MAX_TOKENS]) if name in options]
+    if len(names) != 1:
+        return None
+    value = options[names[0]]
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        return None
+    return int(options.pop(names[0]))
 
 
 def _split_rewards(reward: Rewards, *, folder: Path) -> tuple[tuple[str, ...], tuple[float, ...]]:
@@ -170,6 +189,8 @@ def write_data(data: Any, *, folder: Path, what: str = "data") -> tuple[str, ...
         )
     # A `datasets.Dataset` or a DataFrame, whose types JSON would lose.
     if hasattr(data, "to_parquet"):
+        if not len(data):
+            raise ValueError(f"{what} has no rows")
         return (str(_write_table(data, folder=folder / DATA, what=what)),)
     if not isinstance(data, Iterable):
         raise ValueError(
@@ -189,7 +210,7 @@ def _write_rows(rows: Iterable[Any], *, folder: Path, what: str) -> Path:
             )
         try:
             lines.append(_to_json(dict(row)))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             _name_column(row, f"{what}: row {number}")
             raise
     if not lines:
@@ -212,7 +233,7 @@ def _name_column(row: Mapping[Any, Any], place: str) -> None:
     for name, value in row.items():
         try:
             _to_json({name: value})
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{place}: column {name!r} cannot be written: {error}") from error
 
 

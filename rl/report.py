@@ -51,8 +51,8 @@ def select_runs(folders: Sequence[Path]) -> list[Path]:
     for folder in selected:
         # A folder that does not exist is a typo, and an error.
         is_run = any((folder / name).is_file() for name in OF_RUNS)
-        is_other = folder.exists() and not is_run and len(selected) >= MANY
-        if is_other or folder.name in NO_RUNS:
+        may_be_other = len(selected) >= MANY or folder.name in NO_RUNS
+        if folder.exists() and not is_run and may_be_other:
             print_error(f"note: {folder} is left out: it is not the folder of a run")
         else:
             runs.append(folder)

@@ -21,6 +21,7 @@ import inspect
 import io
 import re
 import sys
+import types
 import typing
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -54,6 +55,8 @@ from rl.utils.proxies import allow_loopback
 HELP = ("help", "help_all")
 USES_NETWORK = re.compile(r"launch\.(isolate_network [Ff]alse|hosts (slurm|kubernetes))")
 """Options with which the actors get no network namespace (`actors.launch.isolation`)."""
+KEPT_FILE = re.compile(r"/.*/(data|functions)/[\w-]+\.\w+")
+"""Files that `relay.grpo` writes beside its runs."""
 _ABSENT = "a registry function can turn it on"
 
 
@@ -226,6 +229,11 @@ def _find_request(
         function = given.get("config", default_config or "")
         arguments = _take_arguments(find_function(module, function), options)
         request = resolve(module, function, arguments=arguments)
+        # Numbers are changes of the config; names say which config it is.
+        named = {key: value for key, value in arguments.items() if not isinstance(value, int)}
+        if named != arguments:
+            defaults = resolve(module, function, arguments=named).config
+            request = dataclasses.replace(request, defaults=defaults)
 
     # Such a field could never be set: the option is taken before the config is known.
     clash = _name_fields(request.config) & {*SOURCE_OPTIONS, *HELP}
@@ -254,29 +262,45 @@ def _take_source_options(options: dict[str, list[str]]) -> dict[str, str]:
 def _take_arguments(function: Callable[..., Any], options: dict[str, list[str]]) -> dict[str, Any]:
     """Remove the options that are arguments of a registry function, and return their values.
 
-    The long name of an option is the argument too: `--task.train_files` is `--data`.
+    The long name of an option is an argument too, as `--task.train_files` is `--data`. It stays
+    among the options, since a function may make something else of its argument.
     """
-    given = {}
-    for name in inspect.signature(function).parameters:
+    arguments: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
         path = ALIASES.get(name)
         if name in options and path in options:
             raise ConfigError(f"--{name} is short for --{path}: give one of them")
         option = name if name in options else path
-        if option in options and options[option] != ["None"]:
-            given[name] = option
-    # Types are looked up only for these: a function may have types that only checkers see.
-    hints = typing.get_type_hints(function) if given else {}
-    arguments: dict[str, Any] = {}
-    for name, option in given.items():
-        if hints.get(name) == tuple[str, ...]:
-            arguments[name] = tuple(options.pop(option))
-        elif hints.get(name) in (str, str | None, int, int | None):
-            values = options.pop(option)
-            if len(values) != 1:
-                raise ConfigError(f"--{option} takes one value, not {values!r}")
-            is_text = hints[name] in (str, str | None)
-            arguments[name] = values[0] if is_text else _to_int(option, values[0])
+        if option is None or option not in options:
+            continue
+        if path is not None and options[option] == ["None"]:
+            options.pop(name, None)  # as the function has it
+            continue
+        value = _read_argument(option, options[option], _read_type(function, parameter))
+        if value is not None:
+            arguments[name] = value
+            options.pop(name, None)
     return arguments
+
+
+def _read_argument(option: str, values: list[str], kind: Any) -> Any:
+    """Return the value of an argument; None for a type that is no argument's."""
+    if kind == tuple[str, ...]:
+        return tuple(values)
+    if kind not in (str, str | None, int, int | None):
+        return None
+    if len(values) != 1:
+        raise ConfigError(f"--{option} takes one value, not {values!r}")
+    return values[0] if kind in (str, str | None) else _to_int(option, values[0])
+
+
+def _read_type(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """Return the type of a parameter; None for one that only type checkers see."""
+    stub = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
+    try:
+        return typing.get_type_hints(stub, function.__globals__)[parameter.name]
+    except NameError:
+        return None
 
 
 def _to_int(option: str, value: str) -> int:
@@ -323,11 +347,11 @@ def _find_moved(value: Any, *, beside: Path) -> Any:
         return tuple(_find_moved(item, beside=beside) for item in value)
     if isinstance(value, dict):
         return {name: _find_moved(item, beside=beside) for name, item in value.items()}
-    if not isinstance(value, str) or not value.startswith("/"):
+    if not isinstance(value, str) or not KEPT_FILE.fullmatch(value) or Path(value).exists():
         return value
     file = Path(value)
     moved = beside / file.parent.name / file.name
-    return str(moved) if moved.is_file() and not file.exists() else value
+    return str(moved) if moved.is_file() else value
 
 
 def set_values(config: Any, values: Mapping[str, Any]) -> Any:

@@ -91,6 +91,12 @@ def to_system(value: Any, column: str) -> str:
     return value
 
 
+def to_context(value: Any, column: str) -> str:
+    """Return a text, or a number as it is written; the empty text for an empty cell."""
+    is_blank = isinstance(value, str) and not value.strip()
+    return "" if is_blank or _is_missing(value) else to_text(value, column)
+
+
 def to_id(value: Any, column: str) -> str:
     """Return a text, or a whole number as one."""
     if _is_missing(value) or value == "":

@@ -88,7 +88,7 @@ class TypedRows:
             if getattr(feature, "dtype", "") in ("float16", "float32"):
                 self._narrow[name] = np.dtype(feature.dtype).type
 
-    def list_columns(self, needed: Iterable[str] = (), *, looked_at: int = 1) -> list[str]:
+    def list_columns(self, needed: Iterable[str] = ()) -> list[str]:
         return list(self.table.column_names)
 
     def __len__(self) -> int:
@@ -146,9 +146,20 @@ def read_rows(
     return TypedRows(rows.table.select_columns(sorted(set(columns.values()))))
 
 
-def read_columns(path: str, *, looked_at: int) -> list[str]:
-    """Return the columns of a file's first rows; raises as `read_rows`."""
-    return _open_rows(path, needed=(), cache_folder=None).list_columns(looked_at=looked_at)
+def look_at(path: str, wanted: Callable[[str], bool]) -> tuple[list[str], list[Mapping[str, Any]]]:
+    """Return the columns of a file's first rows, and those rows with the wanted columns alone.
+
+    Raises as `read_rows`.
+    """
+    rows = _open_rows(path, needed=(), cache_folder=None)
+    if isinstance(rows, WrittenRows):
+        first = list(itertools.islice(rows.read_objects(), LOOKED_AT))
+        names = list(dict.fromkeys(name for row in first for name in row))
+        return names, [{name: row[name] for name in row if wanted(name)} for row in first]
+    names = list(rows.table.column_names)
+    # Without the other columns, which may be large, such as images.
+    table = rows.table.select_columns(list(filter(wanted, names)))
+    return names, list(itertools.islice(TypedRows(table), LOOKED_AT))
 
 
 def _open_rows(
@@ -157,7 +168,10 @@ def _open_rows(
     """Return the rows of a file with all of its columns."""
     datasets = import_for_tasks("datasets", needed_by=f"reading {path}")
     is_on_hub = path.startswith(HUB)
-    local = Path(path).expanduser()
+    try:
+        local = Path(path).expanduser()
+    except RuntimeError as error:  # of ~name
+        raise ValueError(f"{path}: {error}") from error
     if not is_on_hub:
         _check_local(path, local)
 

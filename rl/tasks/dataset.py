@@ -8,7 +8,6 @@ row numbers and hashes of the questions stay in memory.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -21,7 +20,15 @@ from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.reward_functions import MESSAGES
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.tasks.cells import to_demonstration, to_id, to_messages, to_rate, to_system, to_text
+from rl.tasks.cells import (
+    to_context,
+    to_demonstration,
+    to_id,
+    to_messages,
+    to_rate,
+    to_system,
+    to_text,
+)
 from rl.tasks.data import (
     DifficultyFilter,
     TypedRows,
@@ -40,7 +47,8 @@ from rl.utils.numbers import same_answer
 
 logger = logging.getLogger(__name__)
 
-_IN_BRACES = re.compile(r"\{([^{}]*)\}")
+MAX_SHOWN = 8
+"""Most further columns that a line names."""
 HELD_OUT = "held_out"
 """Name of the evaluation set that is split from the training files."""
 
@@ -80,6 +88,8 @@ class Columns:
     question: str = "question"
     """Text, or a list of messages (`{"role": "user", "content": "..."}`) that ends with the
     user's."""
+    context: str | None = None
+    """Text that follows the question in the prompt, after an empty line; cells may be empty."""
     answer: str | None = "answer"
     """Reference answer; None if the rubric needs none."""
     id: str | None = None
@@ -104,7 +114,7 @@ class Columns:
 
     def list_text_columns(self) -> list[str]:
         """Return the columns whose values are texts."""
-        named = (self.question, self.answer, self.id, self.demonstration, self.system)
+        named = (self.question, self.context, self.answer, self.id, self.demonstration, self.system)
         return [column for column in named if column is not None]
 
 
@@ -144,8 +154,7 @@ class DatasetTask(Configurable):
         system: str = ""
         """System message of problems without one in a column."""
         template: str = "{question}"
-        """Text of the prompt: `{question}` stands for the row's question, and the name of a column
-        of `columns.info` in braces for its value, as in `{question}\\n\\n{input}`."""
+        """Text of the prompt, in which `{question}` stands for the row's question."""
         cache_folder: str | None = None
         """Folder for Arrow copies of the files; None: the default of `datasets`."""
 
@@ -191,9 +200,10 @@ class DatasetTask(Configurable):
         sizes += [f"{len(problems):,} {name}" for name, problems in self._evals.items()]
         named = columns.list_by_setting().items()
         read = [f"{key[8:]} = {column!r}" for key, column in named if ".info." not in key]
-        others = sorted({*columns.info} - {*columns.list_text_columns()})
+        others = [repr(name) for name in columns.info if name not in columns.list_text_columns()]
         if others:
-            read.append(f"for rewards: {', '.join(others)}")
+            more = f" and {len(others) - MAX_SHOWN} more" if len(others) > MAX_SHOWN else ""
+            read.append(f"for rewards: {', '.join(others[:MAX_SHOWN])}{more}")
         return f"{', '.join(sizes)}; {', '.join(read)}"
 
     def convert(self, problem: Problem, row: Mapping[str, Any]) -> Problem:
@@ -310,7 +320,7 @@ class DatasetTask(Configurable):
             infos.append(question)
         question = to_text(question, columns.question)
         # Rows with one instruction and different inputs ask different questions.
-        question = "\n".join([question, *self._read_template_columns(values).values()])
+        question += self._read_context(values)
         digest = hash_problem(problem, problem.info.get("system"), infos)
         return replace(row, key=hash_content(question), digest=digest)
 
@@ -347,7 +357,7 @@ class DatasetTask(Configurable):
             if columns.id is not None:
                 problem_id = to_id(texts[columns.id], columns.id)
             if columns.answer is not None:
-                answer = to_text(texts[columns.answer], columns.answer)
+                answer = self._read_answer(texts[columns.answer], columns.answer)
             if columns.demonstration is not None:
                 shown = texts[columns.demonstration]
                 demonstration = to_demonstration(shown, columns.demonstration)
@@ -364,29 +374,28 @@ class DatasetTask(Configurable):
         self, value: Any, values: Mapping[str, Any]
     ) -> tuple[str, tuple[Message, ...]]:
         """Return the last message to the model, in the template, and all messages of a list."""
-        template, column = self.config.template, self.config.columns.question
+        config, column = self.config, self.config.columns.question
         messages = to_messages(value, column) if isinstance(value, list) else ()
         text = messages[-1].content if messages else to_text(value, column)
-        texts = self._read_template_columns(values)
         # Not `format`: other braces in a template, as of LaTeX, stay as they are.
-        question = _IN_BRACES.sub(
-            lambda found: {"question": text, **texts}.get(found[1], found[0]), template
-        )
-        if texts:
-            question = question.strip()  # a column may be empty
+        question = config.template.replace("{question}", text + self._read_context(values))
         if messages:
             messages = (*messages[:-1], replace(messages[-1], content=question))
         return question, messages
 
-    def _read_template_columns(self, values: Mapping[str, Any]) -> dict[str, str]:
-        """Return the texts of the columns, beside the question, that stand in the template."""
-        names = set(_IN_BRACES.findall(self.config.template)) - {"question"}
-        texts = {}
-        for name in self.config.columns.info:
-            if name in names:
-                is_empty = not str(values.get(name) or "").strip()
-                texts[name] = "" if is_empty else to_text(values[name], name)
-        return texts
+    def _read_answer(self, value: Any, column: str) -> str:
+        try:
+            return to_text(value, column)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}: if no reward needs the reference answer, set columns.answer to None"
+            ) from error
+
+    def _read_context(self, values: Mapping[str, Any]) -> str:
+        """Return what follows the question, after an empty line."""
+        column = self.config.columns.context
+        text = "" if column is None else to_context(values.get(column), column)
+        return text and f"\n\n{text}"
 
     def _split(
         self, train: list[Row], evals: dict[str, list[Row]]

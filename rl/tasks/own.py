@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from typing import Any
 
 from rl.rollouts.reward_functions import MESSAGES, make_criterion
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
-from rl.tasks.cells import to_text
-from rl.tasks.data import LOOKED_AT, read_columns, read_rows
+from rl.tasks.cells import to_context, to_text
+from rl.tasks.data import look_at
 from rl.tasks.dataset import Columns, DatasetTask
 from rl.tasks.task import Place, required_answer
 from rl.types import Rollout
@@ -21,6 +22,7 @@ QUESTIONS = ("prompt", "question", "problem", "messages", "instruction", "query"
 """Usual names of the column with the question, the first that is there counts: rows for TRL have a
 `prompt`, often made of a `question` that is kept beside it."""
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "output", "response")
+INPUT = "input"
 PLACES: tuple[str, ...] = typing.get_args(Place)
 
 
@@ -60,13 +62,15 @@ class OwnTask(DatasetTask):
                 "reward is empty: name what a reply earns, as module:function, file.py:function, "
                 f"or one of {', '.join(PLACES)}"
             )
+        # First, as a file without the question's column says which columns there are.
+        super().__init__(config=config)
         for reward in config.reward:
             if reward in PLACES and config.columns.answer is None:
+                names = ", ".join(map(repr, config.columns.info)) or "none"
                 raise ValueError(
                     f"reward={reward!r} compares with the reference answer, but columns.answer is "
-                    "None: name the column of the answers"
+                    f"None: name the column of the answers (further columns are {names})"
                 )
-        super().__init__(config=config)
 
     def rubric(self, *, seed: int) -> Rubric:
         """Add up the reward functions, each with its weight."""
@@ -110,40 +114,67 @@ def _number_names(
     return numbered
 
 
-def find_columns(files: Sequence[str]) -> Columns:
+def find_columns(files: Sequence[str], *, question: str | None = None) -> Columns:
     """Return the columns of files by their usual names; reward functions get all but `system`.
 
-    Only columns of all files count. Where none has a usual name for the question, the default
-    stays, which the task then misses. A column whose values are no texts or numbers, or not in each
-    row, is no reference answer, but reward functions get it. Raises as `read_columns`.
+    Only columns of all files count. A column in which no row has a text or a number, such as one of
+    lists, is no reference answer, but reward functions get it. Where no column has a usual name for
+    the question, the default stays, which the task then misses. Raises as `look_at`.
+
+    Args:
+        question: the column of the question, if it is known.
     """
-    names = read_columns(files[0], looked_at=LOOKED_AT)
-    for file in files[1:]:
-        further = read_columns(file, looked_at=LOOKED_AT)
-        names = [name for name in names if name in further]
-    question = next((name for name in QUESTIONS if name in names), "question")
-    answer = next((name for name in ANSWERS if name in names and name != question), None)
-    if answer is not None and not all(_has_texts(file, answer) for file in files):
-        answer = None
-    system = "system" if "system" in names else None
+    looks = [look_at(file, lambda name: _fold(name) in (*ANSWERS, INPUT)) for file in files]
+    names = [name for name in looks[0][0] if name.strip()]
+    for others, _ in looks[1:]:
+        names = [name for name in names if name in others]
+    rows = [row for _, first in looks for row in first]
+
+    system = next((name for name in names if _fold(name) == "system"), None)
+    question = question or next(_find_usual(QUESTIONS, names), "question")
+    answers = [name for name in _find_usual(ANSWERS, names) if name != question]
+    answer = next((name for name in answers if _count_texts(rows, name)), None)
+    context = None
+    # Rows for Alpaca.
+    if _fold(question) == "instruction":
+        inputs = [name for name in names if _fold(name) == INPUT]
+        context = next((name for name in inputs if _are_contexts(rows, name)), None)
     # Functions in TRL's form ask for the question by its column too.
     info = tuple(name for name in names if name != system)
-    return Columns(question=question, answer=answer, system=system, info=info)
+    return Columns(question=question, context=context, answer=answer, system=system, info=info)
 
 
-def _has_texts(file: str, column: str) -> bool:
-    """Return whether the first rows of a file have texts or numbers in a column."""
-    rows = read_rows(file, columns={"columns.answer": column})
-    try:
-        for row in islice(rows, LOOKED_AT):
+def list_columns(file: str) -> list[str]:
+    """Return the columns of a file's first rows; raises as `look_at`."""
+    return look_at(file, lambda _: False)[0]
+
+
+def _fold(name: str) -> str:
+    """Return a name as it is compared: spreadsheets have `Question`, or spaces around names."""
+    return name.strip().lower()
+
+
+def _find_usual(usual: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """Yield the columns with usual names, in the order of those."""
+    for wanted in usual:
+        yield from (name for name in names if _fold(name) == wanted)
+
+
+def _count_texts(rows: Sequence[Mapping[str, Any]], column: str) -> int:
+    """Return how many rows have a text or a number in a column."""
+    count = 0
+    for row in rows:
+        with suppress(ValueError):
             to_text(row.get(column), column)
+            count += 1
+    return count
+
+
+def _are_contexts(rows: Sequence[Mapping[str, Any]], column: str) -> bool:
+    """Return whether all rows have a text or a number, or nothing, in a column."""
+    try:
+        for row in rows:
+            to_context(row.get(column), column)
     except ValueError:
         return False
     return True
-
-
-def choose_template(columns: Columns) -> str:
-    """Return the text of a prompt: rows for Alpaca have an `input` beside their instruction."""
-    if columns.question == "instruction" and "input" in columns.info:
-        return "{question}\n\n{input}"
-    return "{question}"

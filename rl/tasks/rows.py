@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +72,10 @@ class WrittenRows:
     def __reduce__(self) -> tuple[Any, ...]:
         return WrittenRows, (self.copy, self.columns)
 
-    def list_columns(self, needed: Iterable[str] = (), *, looked_at: int = 1) -> list[str]:
-        """Return the columns of the first rows, or of all rows if those lack a needed one."""
-        objects = self._read_objects()
-        names: dict[str, None] = {}
-        for row in islice(objects, looked_at):
-            names |= dict.fromkeys(row)
+    def list_columns(self, needed: Iterable[str] = ()) -> list[str]:
+        """Return the columns of the first row, or of all rows if the first lacks a needed one."""
+        objects = self.read_objects()
+        names = dict.fromkeys(next(objects, {}))
         if {*needed} - names.keys():
             for row in objects:
                 names |= dict.fromkeys(row)
@@ -90,9 +88,10 @@ class WrittenRows:
         return self._select_needed(read_object(self.table.column("text")[number].as_py()))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(self._select_needed, self._read_objects())
+        return map(self._select_needed, self.read_objects())
 
-    def _read_objects(self) -> Iterator[dict[str, Any]]:
+    def read_objects(self) -> Iterator[dict[str, Any]]:
+        """Yield all rows with all of their columns."""
         for batch in self.table.to_batches():
             for text in batch.column("text"):
                 yield read_object(text.as_py())

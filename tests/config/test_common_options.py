@@ -112,6 +112,46 @@ def test_argument_takes_one_value_where_the_function_takes_one(capsys):
     )
 
 
+OWN_CONFIGS = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+from configs.sum_digits import tiny
+if TYPE_CHECKING:
+    from somewhere import Thing
+
+def mine(
+    model: str = "0.6B", thing: Thing | None = None, max_tokens: int = 64, size: str = "small"
+):
+    config = tiny()
+    config.description = f"{model} {max_tokens} {size}"
+    return config
+"""
+
+
+def test_arguments_of_a_users_function_may_mean_something_else(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_configs.py").write_text(OWN_CONFIGS)
+    own = {"module": "my_configs", "config": "mine"}
+    config = parse("--model", "1.7B", "--max_tokens", "9", "--size", "None", **own)
+    assert (config.description, config.hf_assets_path) == ("1.7B 9 None", None)
+    # The long name is the option, whatever the function makes of its argument.
+    config = parse("--hf_assets_path", "x/y", "--loop.sampling.max_tokens", "20", **own)
+    assert (config.description, config.hf_assets_path) == ("x/y 20 small", "x/y")
+    assert config.loop.sampling.max_tokens == 20
+    assert parse("--model", "None", **own).description == "0.6B 64 small"
+    assert "error: --max_tokens many: must be int\n" in error_of(
+        capsys, "--max_tokens", "many", **own
+    )
+
+
+def test_number_that_a_config_is_sized_by_counts_as_a_change():
+    argv = ["--data", "a.jsonl", "--max_tokens", "300"]
+    request = parse_cli(argv, default_module="own", default_config="grpo")
+    changed = request.config.loop.sampling.max_tokens, request.defaults.loop.sampling.max_tokens
+    assert changed == (300, 128)
+    assert request.defaults.task == request.config.task
+
+
 def test_every_common_option_exists_and_every_short_name_is_shown():
     paths = {entry.path for entry in walk(parse(module="own", config="grpo"))}
     common = [path for group in GROUPS.values() for path in group]

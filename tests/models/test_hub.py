@@ -8,8 +8,13 @@ import pytest
 from huggingface_hub import constants, hf_hub_download
 
 from rl.models.files import hub as our_hub
-from rl.models.files.assets import UnpreparedError, count_weight_bytes, resolve_assets
-from rl.models.spec import model_spec
+from rl.models.files.assets import (
+    UnpreparedError,
+    count_weight_bytes,
+    read_unprepared_config,
+    resolve_assets,
+)
+from rl.models.spec import model_spec, spec_from_hf
 from tests.support.fake_hub import COMMITS, fake_hub
 
 FILES = {
@@ -152,6 +157,18 @@ def test_nothing_is_downloaded_where_that_is_not_allowed(hub):
     assert hub.requests == []
     folder = resolve("org/model")
     assert resolve("org/model", prepares=False) == folder
+
+
+def test_sizes_are_read_without_the_model(hub, model, monkeypatch):
+    settings = read_unprepared_config("org/model")
+    assert spec_from_hf(settings).name == "llama"
+    with pytest.raises(UnpreparedError):
+        resolve("org/model", prepares=False)  # nothing was kept
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"org/model is no folder here, and it cannot be download"):
+        read_unprepared_config("org/model")
+    assert time.monotonic() - started < 5
 
 
 def test_unreachable_hub_is_an_error_at_once_unless_the_model_is_cached(hub, monkeypatch):

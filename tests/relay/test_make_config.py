@@ -80,6 +80,9 @@ def test_longer_replies_leave_the_room_for_prompts(tmp_path):
     usual, longer = make(tmp_path), make(tmp_path, options={"max_tokens": 700})
     room = usual.generator.max_model_len - usual.loop.sampling.max_tokens
     assert longer.generator.max_model_len == 700 + room
+    long_name = make(tmp_path, options={"loop.sampling.max_tokens": np.int64(700)})
+    assert long_name.generator.max_model_len == 700 + room
+    assert json.dumps(to_dict(long_name))
     given = {"max_tokens": 700, "generator.max_model_len": 1024}
     assert make(tmp_path, options=given).generator.max_model_len == 1024
     for option in ("--max_tokens", "--loop.sampling.max_tokens"):
@@ -179,15 +182,26 @@ def test_columns_of_other_names_are_given(tmp_path):
 
 @pytest.mark.parametrize("answer", [True, ["4", "four"], None, "", {"value": 4}])
 def test_answers_that_are_no_texts_are_for_reward_functions_only(tmp_path, answer):
-    rows = [*ROWS, {"question": "2 + 2", "answer": answer}]
+    rows = [{"question": f"{n} + 1", "answer": answer} for n in range(20)]
     config = make(tmp_path, data=rows)
     assert config.task.columns.answer is None
-    task = config.task.build()
-    problems = [*islice(task.train_problems(seed=0), 41), *task.eval_sets()["held_out"]]
-    assert answer in [problem.info["answer"] for problem in problems]
-    assert {problem.answer for problem in problems} == {""}
-    with pytest.raises(ValueError, match=r"columns\.answer is None: name the column"):
+    problem = next(config.task.build().train_problems(seed=0))
+    assert (problem.answer, problem.info["answer"]) == ("", answer)
+    with pytest.raises(
+        ValueError, match=r"columns\.answer is None: name the column of the answers"
+    ):
         make(tmp_path, data=rows, reward="last_number").task.build()
+    # Another usual name may have the texts.
+    both = [{**row, "ground_truth": "4"} for row in rows]
+    assert make(tmp_path, data=both).task.columns.answer == "ground_truth"
+
+
+def test_row_without_the_answer_of_the_others_is_named(tmp_path):
+    rows = [*ROWS, {"question": "2 + 2", "answer": None}]
+    message = "row 41: column 'answer' is None, not text: if no reward needs the reference answer"
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, data=rows).task.build()
+    assert make(tmp_path, data=rows, columns={"answer": None}).task.build()
 
 
 def test_columns_of_some_rows_are_found_and_those_of_some_files_left_out(tmp_path):
@@ -196,28 +210,82 @@ def test_columns_of_some_rows_are_found_and_those_of_some_files_left_out(tmp_pat
     second.write_text('{"question": "a"}\n{"question": "b", "answer": 1, "level": "hard"}\n')
     columns = make(tmp_path, data=[str(first), str(second)]).task.columns
     assert columns.info == ("question", "answer", "level")
-    assert columns.answer is None  # the second file has rows without one
+
+
+def test_names_of_spreadsheets_are_found(tmp_path):
+    file = tmp_path / "qa.csv"
+    file.write_text("Question, Answer ,System,,\n1 + 1,2,Be short.,,\n1 + 2,3,,,\n")
+    columns = make(tmp_path, data=str(file)).task.columns
+    assert (columns.question, columns.answer, columns.system) == ("Question", " Answer ", "System")
+    assert columns.info == ("Question", " Answer ")
+    assert make(tmp_path, data=str(file), reward="last_number").task.build()
+
+
+ALPACA: list[dict[str, Any]] = [
+    {"instruction": "Add.", "input": f"{n} + 1", "output": str(n + 1)} for n in range(20)
+]
 
 
 def test_rows_for_alpaca_ask_with_their_input(tmp_path):
-    rows = [{"instruction": "Add.", "input": f"{n} + 1", "output": str(n + 1)} for n in range(20)]
-    rows.append({"instruction": "Say hello.", "input": "", "output": "hello"})
+    rows = [*ALPACA, {"instruction": "Say hello.", "input": "", "output": "hello"}]
+    rows += [{"instruction": "Double.", "input": 0, "output": "0"}]
     task = make(tmp_path, data=rows).task.build()
     problems = [*islice(task.train_problems(seed=0), 30), *task.eval_sets()["held_out"]]
     asked = {problem.question: problem.answer for problem in problems}
     assert asked["Add.\n\n3 + 1"] == "4"
     assert asked["Say hello."] == "hello"
+    assert asked["Double.\n\n0"] == "0"
     # One instruction with several inputs is several questions, so that some can be held out.
-    assert len(asked) == 21
+    assert len(asked) == 22
+
+
+def test_input_is_asked_only_beside_an_instruction(tmp_path):
+    named = make(tmp_path, data=ALPACA, columns={"question": "input", "system": "instruction"})
+    problem = next(named.task.build().train_problems(seed=0))
+    assert problem.question.endswith(" + 1")
+    assert (len(problem.question.split()), problem.info["system"]) == (3, "Add.")
+    more = [{**row, "prompt": "Hello."} for row in ALPACA]
+    chosen = make(tmp_path, data=more, columns={"question": "instruction"}).task.columns
+    assert chosen.context == "input"
+    objects = [{**row, "input": {"x": 1}} for row in ALPACA]
+    assert make(tmp_path, data=objects).task.columns.context is None
+    with pytest.raises(ValueError, match=r"no column 'input' \(columns\.context\)"):
+        make(tmp_path, data=ALPACA, eval_data=[{"instruction": "x", "output": "1"}]).task.build()
+
+
+def test_braces_of_a_template_are_no_columns(tmp_path):
+    options = {"task.template": r"{question} Put it in \boxed{answer}."}
+    problem = next(make(tmp_path, options=options).task.build().train_problems(seed=0))
+    assert problem.question.endswith(r"\boxed{answer}.")
 
 
 def test_what_was_read_is_said_in_a_line(tmp_path):
     rows = [{**row, "system": "Be short."} for row in ROWS]
     numbers, columns = make(tmp_path, data=rows).task.build().summary.split("; ")
     assert re.fullmatch(r"\d+ to train on, \d+ held_out", numbers)
-    assert (
-        columns == "question = 'question', answer = 'answer', system = 'system', for rewards: level"
+    read = (
+        "question = 'question'",
+        "answer = 'answer'",
+        "system = 'system'",
+        "for rewards: 'level'",
     )
+    assert columns == ", ".join(read)
+    wide = [{**row, **{f"c{i}\n": i for i in range(500)}} for row in ROWS]
+    summary = make(tmp_path, data=wide).task.build().summary
+    assert summary.endswith("'c5\\n', 'c6\\n' and 493 more")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("300", "loop.sampling.max_tokens='300': must be int"),
+        (0, "max_tokens=0: must be at least 1"),
+        (300.0, "loop.sampling.max_tokens=300.0: must be int"),
+    ],
+)
+def test_length_of_replies_that_is_none_is_refused(tmp_path, value, message):
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, options={"max_tokens": value})
 
 
 def test_long_names_of_options_size_the_model_and_find_columns_too(tmp_path, capsys):

@@ -59,10 +59,10 @@ def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None
     if not writes:
         return None
 
-    print_text(f"converting {file}, once, to {folder}")
     with _translate_errors(file), _hide_output():
         check_gguf_header(file)
         settings, tensor_names = _read_settings(file)
+        print_text(f"converting {file}, once, to {folder}")
         config, tensors, tokenizer = _read_model(file, settings)
         if settings.get("tokenizer.ggml.pre") == SMOLLM:
             _split_digits(tokenizer)

@@ -95,14 +95,18 @@ def read_hub_config(name: str, *, revision: str | None) -> dict[str, Any]:
 
     Raises ValueError as `fetch_from_hub`.
     """
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download
 
+    # Asked first and once, as downloads retry.
+    try:
+        info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT_S)
+    except Exception as error:  # a network request
+        raise ValueError(_describe_failure(name, revision, error)) from error
+    _check_files(name, revision, [file.rfilename for file in info.siblings or ()])
     with tempfile.TemporaryDirectory() as folder:
         try:
-            hf_hub_download(
-                name, "config.json", revision=revision, local_dir=folder, etag_timeout=TIMEOUT_S
-            )
-        except Exception as error:
+            hf_hub_download(name, "config.json", revision=info.sha, local_dir=folder)
+        except Exception as error:  # a network request
             raise ValueError(_describe_failure(name, revision, error)) from error
         return read_hf_config(folder)
 
