@@ -8,6 +8,7 @@ import logging
 import os
 import shlex
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,9 +22,15 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import (
 )
 from monarch.actor import MeshFailure
 
+from rl.utils.errors import RunError
+
 CLIENT_EXIT_S = 2.0
 """Time for Monarch's client to end when the process exits; a busy machine takes more than a second.
 """
+NAMED_LIMIT_S = 30.0
+"""Longest wait for a thread to run for the first time."""
+NAMED_NS, NAMED_TICKS = 10**6, 2
+"""Processor time, in ns and in ticks of the kernel, after which a thread has its name."""
 
 
 def configure_monarch(on_fault: Callable[[MeshFailure], None]) -> None:
@@ -62,14 +69,46 @@ def is_client_started() -> bool:
     return _client_context.try_get() is not None
 
 
-def list_monarch_threads() -> list[int]:
-    """Return the threads that Monarch's runtime has started in this process, at its import."""
+def list_monarch_threads(tasks: Path = Path("/proc/self/task")) -> list[int]:
+    """Return the threads that Monarch's runtime has started in this process, at its import.
+
+    Args:
+        tasks: folder in which the kernel shows this process's threads.
+
+    Raises:
+        RunError: a thread has not run for `NAMED_LIMIT_S`, so that nobody knows whose it is.
+    """
+    # A thread names itself when it first runs, which on a busy machine may be after the import: in
+    # the meantime it has the name of the thread that started it.
+    deadline_s = time.monotonic() + NAMED_LIMIT_S
+    while not all(map(_has_run, tasks.iterdir())):
+        if time.monotonic() > deadline_s:
+            raise RunError(
+                f"a thread of this process has not begun to run within {NAMED_LIMIT_S:g} s: the "
+                "machine is too busy to start a run"
+            )
+        time.sleep(0.001)
 
     def is_monarchs(task: Path) -> bool:
         # By the kernel's name for it, as Monarch does not list its threads.
         return (task / "comm").read_text().startswith("monarch-pytokio")
 
-    return [int(task.name) for task in filter(is_monarchs, Path("/proc/self/task").iterdir())]
+    return [int(task.name) for task in filter(is_monarchs, tasks.iterdir())]
+
+
+def _has_run(task: Path) -> bool:
+    """Return whether a thread has waited for something, or has computed long enough to be named."""
+    try:
+        # The name, in brackets, may have any characters.
+        state, *numbers = (task / "stat").read_text().rpartition(")")[2].split()
+        if state != "R":
+            return True
+        with contextlib.suppress(FileNotFoundError):  # of kernels without these figures
+            return int((task / "schedstat").read_text().split()[0]) >= NAMED_NS
+        user, system = numbers[10:12]
+        return int(user) + int(system) >= NAMED_TICKS
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # it has ended
 
 
 def hide_job_logs() -> None:

@@ -46,6 +46,8 @@ T = TypeVar("T")
 MOVE = signal.SIGRTMIN + 7
 """Signal on which a thread of Monarch enters the namespace."""
 MOVE_LIMIT_S = 30.0
+NETWORK = "RELAY_NETWORK"
+"""Environment variable of actor processes: the namespace in which the controller's sockets are."""
 MAX_NAMED = 3
 DOCS = "docs/running.md, Who can reach the actors"
 
@@ -78,7 +80,19 @@ def get_network_env() -> dict[str, str]:
     if _inside is None:
         return {}
     # They replace the user's, who may have named a device of the machine.
-    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+    devices = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    network = _inside.submit(os.readlink, "/proc/thread-self/ns/net").result()
+    return {**devices, "VLLM_HOST_IP": "127.0.0.1", NETWORK: network}
+
+
+def check_network() -> None:
+    """End this process, an actor's, if it is in another network than the controller's sockets.
+
+    It would wait for ever for a controller that it cannot reach.
+    """
+    expected, found = os.environ.get(NETWORK), os.readlink("/proc/self/ns/net")
+    if expected is not None and found != expected:
+        raise SystemExit(f"the process is in the network {found}, but must be in {expected}")
 
 
 def isolate(

@@ -21,8 +21,9 @@ def main() -> None:
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
     from actors.launch.compat import run_actor_process
-    from actors.launch.isolation import forget_empty_secrets
+    from actors.launch.isolation import check_network, forget_empty_secrets
 
+    check_network()
     forget_empty_secrets()
     allow_loopback()  # The host's environment may be another than the controller's.
 

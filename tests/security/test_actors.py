@@ -11,14 +11,16 @@ import uuid
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from actors.launch import isolation, member
+from actors.launch import compat, isolation, member
 from actors.launch.cleanup import free_port
+from actors.launch.compat import list_monarch_threads
 from actors.launch.isolation import forget_empty_secrets, isolate
 from actors.vllm.compat import _serve_ranks_store
 from rl import weights
@@ -26,6 +28,7 @@ from rl.config import cli
 from rl.distributed.process_group import CommConfig, World, connect
 from rl.rollouts.judge import Judge
 from rl.rollouts.rubric import Criterion, Rubric
+from rl.utils.errors import RunError
 from tests.support.distributed import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -214,6 +217,45 @@ def test_a_program_prepares_its_namespace_before_it_has_threads(options, enters,
     with pytest.raises(BaseException) as raised:  # noqa: PT011  (what the parser raises)
         cli.main(options, default_module="m", default_config="c", prog="p")
     assert raised.errisinstance(pytest.exit.Exception if enters else ZeroDivisionError)
+
+
+def write_thread(tasks, number, *, comm, state, cpu_ns):
+    folder = tasks / str(number)
+    folder.mkdir(exist_ok=True)
+    (folder / "comm").write_text(f"{comm}\n")
+    (folder / "stat").write_text(f"{number} (a ) b) {state} 1 {'0 ' * 10}0 0 0")
+    (folder / "schedstat").write_text(f"{cpu_ns} 0 1\n")
+
+
+def test_thread_that_has_not_named_itself_yet_is_waited_for(tmp_path):
+    # On a busy machine a thread of Monarch stayed in the machine's network: its processes could not
+    # reach the controller and waited for ever, and its sockets would have been open to others.
+    write_thread(tmp_path, 1, comm="python", state="R", cpu_ns=10**9)
+    write_thread(tmp_path, 2, comm="monarch-pytokio", state="S", cpu_ns=10**4)
+    write_thread(tmp_path, 3, comm="python", state="R", cpu_ns=0)
+    write_thread(tmp_path, 4, comm="python", state="S", cpu_ns=10**4)
+    named = {"comm": "monarch-pytokio", "state": "S", "cpu_ns": 10**4}
+    thread = Timer(0.05, lambda: write_thread(tmp_path, 3, **named))
+    thread.start()
+    assert sorted(list_monarch_threads(tmp_path)) == [2, 3]
+    thread.join()
+
+
+def test_thread_that_does_not_run_stops_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(compat, "NAMED_LIMIT_S", 0.05)
+    write_thread(tmp_path, 3, comm="python", state="R", cpu_ns=0)
+    (tmp_path / "3" / "schedstat").unlink()  # a kernel without the figure
+    with pytest.raises(RunError, match="the machine is too busy to start a run"):
+        list_monarch_threads(tmp_path)
+
+
+def test_process_in_another_network_than_the_controller_ends(monkeypatch):
+    isolation.check_network()
+    monkeypatch.setenv(isolation.NETWORK, "net:[1]")
+    with pytest.raises(
+        SystemExit, match=r"is in the network net:\[\d+\], but must be in net:\[1\]"
+    ):
+        isolation.check_network()
 
 
 def test_actors_do_not_inherit_secrets(monkeypatch):
