@@ -41,7 +41,7 @@ from actors.config import RunConfig
 from actors.launch.calls import may_hang
 from actors.launch.placement import count_gpus, fit_to_devices, place_actors
 from actors.preflight.checks import Machine, has_lora
-from actors.preflight.plan import describe_source, make_plan
+from actors.preflight.plan import describe_data, describe_source, make_plan
 from actors.run import (
     FROM_THE_BEGINNING,
     PreparedRun,
@@ -145,6 +145,9 @@ class Controller(Configurable):
             for change in list_changed_fields(folder.config_json, real_run):
                 print_text(f"changed: {change}")
         plan = make_plan(config, resumes=folder)
+        data = describe_data(plan.task)
+        if data is not None:
+            print_text(f"data: {data}")
         for line in describe_source(plan):
             print_text(line)
         if folder is not None and plan.resumed is None:

