@@ -208,6 +208,9 @@ def find_length_drift(run: RunData) -> Finding | None:
     since = paid_since or _find_start_of_drift(lengths, drift)
 
     before, right = lengths.select_before(since), success.select_from(since)
+    # The drift may have begun before the part in which success stood still.
+    if not paid_since and len(right) and _rise(right) >= LENGTH_SUCCESS:
+        return None
     how = "longer" if drift > 0 else "shorter"
     was = (before if len(before) else lengths).last_level
     now = lengths.select_from(since).last_level
@@ -216,7 +219,9 @@ def find_length_drift(run: RunData) -> Finding | None:
         sentence += f", and right replies go from {right.first_level:.0%} to {right.last_level:.0%}"
     if paid_since:
         sentence += f"; of equally right replies the {how} one earns more"
-    why = "because they are paid for it" if paid_since else "without getting better"
+    why = "without getting better" if drift > 0 else "and are right less often"
+    if paid_since:
+        why = "because they are paid for it"
     return Finding(
         kind="length_drift",
         title=f"Replies get {how} {why}",
@@ -238,7 +243,9 @@ def find_length_drift(run: RunData) -> Finding | None:
 
 
 def _find_drift_without_success(lengths: Series, success: Series) -> int | None:
-    """Return 1 if replies get longer without being right more often, -1 if shorter, else None."""
+    """Return 1 if replies get longer without being right more often, -1 if they get shorter and are
+    right less often, else None.
+    """
     if len(success) != len(lengths):
         return None
     # The drift may begin late, after a part in which length and success rose together.
@@ -246,10 +253,16 @@ def _find_drift_without_success(lengths: Series, success: Series) -> int | None:
         part = lengths.select_from(lengths.steps[start])
         right = success.select_from(success.steps[start])
         change = math.log(max(part.last_level, 1e-3) / max(part.first_level, 1e-3))
-        rise = right.last_level - right.first_level
-        if abs(change) >= math.log(LENGTH_TIMES) and rise < LENGTH_SUCCESS:
-            return 1 if change > 0 else -1
+        if change >= math.log(LENGTH_TIMES) and _rise(right) < LENGTH_SUCCESS:
+            return 1
+        # Shorter replies that are right as often are a gain.
+        if change <= -math.log(LENGTH_TIMES) and _rise(right) <= -LENGTH_SUCCESS:
+            return -1
     return None
+
+
+def _rise(success: Series) -> float:
+    return success.last_level - success.first_level
 
 
 def _grows(lengths: Series, *, since: int) -> bool:

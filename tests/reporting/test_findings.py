@@ -47,6 +47,10 @@ def grows(step):
     return 20.0 if step < 15 else 20.0 * 1.15 ** (step - 15)
 
 
+def shrinks(step):
+    return 400.0 / grows(step)
+
+
 LOOP = {"groups_per_batch": 16, "group_size": 8}
 
 
@@ -57,6 +61,14 @@ LOOP = {"groups_per_batch": 16, "group_size": 8}
         ("no_reward_variance", 7, {"reward__equal_groups": equal}),
         ("not_finite", 11, {"loss__grad_norm": lambda s: math.inf if s >= 11 else 0.1}),
         ("length_drift", 15, {"completion__tokens_mean": grows}),
+        (
+            "length_drift",
+            15,
+            {
+                "completion__tokens_mean": shrinks,
+                "reward__correct": lambda s: 0.5 if s < 18 else 0.3,
+            },
+        ),
         # A constant jump means different computations, a growing one stale weights.
         ("logprob_difference", 14, {"logprob_diff__mean": noisy(1e-4, 0.02, since=14)}),
         ("stale_generator", 17, {"logprob_diff__mean": lambda s: 1e-6 + 0.01 * max(0, s - 16)}),
@@ -90,6 +102,12 @@ HEALTHY: dict[str, Any] = {
     },
     "longer and better": {
         "completion__tokens_mean": grows, "reward__correct": lambda s: min(0.85, 0.2 + s / 40),
+    },
+    "shorter and as good": {"completion__tokens_mean": shrinks, "reward__correct": lambda s: 0.5},
+    # Of SmolLM2 on sums: it learns to answer in few words, then length alone goes on falling.
+    "shorter, better at first, then as good": {
+        "completion__tokens_mean": shrinks,
+        "reward__correct": lambda s: 0.2 if s < 12 else min(0.5, 0.2 + (s - 12) / 10),
     },
 }  # fmt: skip
 
