@@ -114,7 +114,8 @@ def make_config(
     rewards, weights = _split_rewards(reward, folder=folder)
     files = write_data(data, folder=folder)
     columns = dict(columns or {})
-    found = own_task.find_columns(files, question=columns.get("question"))
+    question = columns.get("question")
+    found = own_task.find_columns(files, question=question if isinstance(question, str) else None)
     make = own.lora if lora else own.grpo
     config = make(str(model), files, rewards, found, _take_max_tokens(options))
     config.task.reward_weights = weights

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +132,7 @@ def find_columns(files: Sequence[str], *, question: str | None = None) -> Column
     system = next((name for name in names if _fold(name) == "system"), None)
     question = question or next(_find_usual(QUESTIONS, names), "question")
     answers = [name for name in _find_usual(ANSWERS, names) if name != question]
-    answer = next((name for name in answers if _count_texts(rows, name)), None)
+    answer = next((name for name in answers if any(_has_text(row, name) for row in rows)), None)
     context = None
     # Rows for Alpaca.
     if _fold(question) == "instruction":
@@ -160,14 +159,12 @@ def _find_usual(usual: Sequence[str], names: Sequence[str]) -> Iterator[str]:
         yield from (name for name in names if _fold(name) == wanted)
 
 
-def _count_texts(rows: Sequence[Mapping[str, Any]], column: str) -> int:
-    """Return how many rows have a text or a number in a column."""
-    count = 0
-    for row in rows:
-        with suppress(ValueError):
-            to_text(row.get(column), column)
-            count += 1
-    return count
+def _has_text(row: Mapping[str, Any], column: str) -> bool:
+    try:
+        to_text(row.get(column), column)
+    except ValueError:
+        return False
+    return True
 
 
 def _are_contexts(rows: Sequence[Mapping[str, Any]], column: str) -> bool:
