@@ -126,6 +126,11 @@ def make_config(
         config.task.eval_files = {}
         config.task.held_out = 0.0
         eval_files = write_data(eval_data, folder=folder, what="eval_data")
+        if set(eval_files) & set(files):
+            raise ValueError(
+                "eval_data has the rows of data: give others, or leave it out, and a tenth of data "
+                "is held out"
+            )
         for number, file in enumerate(eval_files, start=1):
             config.task.eval_files["eval" if number == 1 else f"eval_{number}"] = file
             # Further columns count if all rows have them.
@@ -188,8 +193,9 @@ def write_data(data: Any, *, folder: Path, what: str = "data") -> tuple[str, ...
         raise ValueError(
             f"{what} is a {type(data).__name__} of {names}: give one split, or a list of rows"
         )
-    # A `datasets.Dataset` or a DataFrame, whose types JSON would lose.
-    if hasattr(data, "to_parquet"):
+    # A `datasets.Dataset` or a DataFrame, whose types JSON would lose; one that streams has no
+    # length, and is read as rows.
+    if hasattr(data, "to_parquet") and hasattr(data, "__len__"):
         if not len(data):
             raise ValueError(f"{what} has no rows")
         return (str(_write_table(data, folder=folder / DATA, what=what)),)
@@ -226,7 +232,14 @@ def _write_rows(rows: Iterable[Any], *, folder: Path, what: str) -> Path:
 
 
 def _to_json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_to_plain).encode()
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a number or an array of numpy or torch as Python's own."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is no value of JSON")
 
 
 def _name_column(row: Mapping[Any, Any], place: str) -> None:
@@ -247,6 +260,10 @@ def _write_table(table: Any, *, folder: Path, what: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.absolute()) as name:
         temporary = Path(name) / "written.parquet"
         try:
+            if hasattr(table, "reset_index"):
+                # A DataFrame: numbers of rows are no column, but a column may be the index.
+                is_named = any(index is not None for index in table.index.names)
+                table = table.reset_index(drop=not is_named)
             table.to_parquet(str(temporary))
         except Exception as error:  # whatever the library raises of its content
             raise ValueError(f"{what} cannot be written as Parquet: {error}") from error

@@ -31,6 +31,7 @@ import psutil
 from actors.launch.compat import is_client_started, list_monarch_threads
 from rl.utils.errors import RunError
 from rl.utils.namespaces import (
+    NETWORK,
     NEW_NET,
     drop_capabilities,
     get_network,
@@ -46,8 +47,6 @@ T = TypeVar("T")
 MOVE = signal.SIGRTMIN + 7
 """Signal on which a thread of Monarch enters the namespace."""
 MOVE_LIMIT_S = 30.0
-NETWORK = "RELAY_NETWORK"
-"""Environment variable of actor processes: the namespace in which the controller's sockets are."""
 MAX_NAMED = 3
 DOCS = "docs/running.md, Who can reach the actors"
 

@@ -9,9 +9,11 @@ model, the devices or a file.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -28,6 +30,7 @@ from rl.models.converter import ModelConverter, ModelConverters
 from rl.models.decoder import list_module_names
 from rl.models.files.hf import HFFolder
 from rl.models.lora import LoRA
+from rl.models.model_cost import count_work
 from rl.models.spec import ModelSpec
 from rl.observability.sinks import check_installed
 from rl.run_rules import RULES
@@ -92,6 +95,7 @@ def check_run(
     faults = find_model_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=resumes)
     for fault in faults or find_machine_faults(config, spec=spec, machine=machine):
         raise ValueError(fault)
+    check_disk(config, spec=spec)
 
 
 def find_config_faults(
@@ -203,6 +207,26 @@ def find_machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine)
             f"{machine.memory_bytes / 2**30:.0f} GiB of this machine, which has no GPU"
         )
     return faults
+
+
+def check_disk(config: RunConfig, *, spec: ModelSpec) -> None:
+    """Raise ValueError if a checkpoint certainly does not fit on this machine's disk.
+
+    A run would notice it at its first save, when all steps until then are lost.
+    """
+    checkpoint = config.trainer.checkpoint
+    if config.launch.on_cluster or not checkpoint.saves or has_lora(config.trainer.converters):
+        return
+    folder = checkpoint.shared_folder or Path(config.dump_folder).expanduser().absolute()
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    # The weights in float32 are the least that it holds.
+    num_bytes, free = 4 * count_work(spec.model).parameters, shutil.disk_usage(there).free
+    if free < num_bytes:
+        raise ValueError(
+            f"dump_folder={str(config.dump_folder)!r}: the disk of {folder} has {free / 1e6:,.0f} "
+            f"MB free, but a checkpoint has at least {num_bytes / 1e6:,.0f} MB: free some, choose "
+            "another folder, or --trainer.checkpoint.enable False"
+        )
 
 
 def _find_capability_faults(

@@ -31,6 +31,7 @@ from actors.preflight.arithmetic import (
 from actors.preflight.checks import (
     Faults,
     Machine,
+    check_disk,
     check_source,
     find_config_faults,
     find_machine_faults,
@@ -164,6 +165,9 @@ def _find_faults_here(
         return
 
     faults += find_machine_faults(config, spec=spec, machine=machine)
+    if machine == here:
+        with faults.collect():
+            check_disk(config, spec=spec)
     # Memory of GPUs that are elsewhere, or not there, is not known.
     if on_gpu and machine == here and here.gpu_bytes and not config.launch.on_cluster:
         with faults.collect():

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import tyro
 
-from rl.config.common_options import ALIASES, find_path
+from rl.config.common_options import ALIASES, find_path, find_short_name
 from rl.config.help import SOURCE_OPTIONS, print_help
 from rl.config.json import LOCATION, read_json
 from rl.config.known_names import KnownName, describe_all, find_exact, find_similar
@@ -436,6 +436,9 @@ def _find_known(
 def _find_near(option: str, entries: Mapping[str, ConfigEntry]) -> list[str]:
     """Return the options that an unknown one may stand for."""
     by_name: dict[str, list[str]] = {name: [name] for name in SOURCE_OPTIONS}
+    for name, path in ALIASES.items():
+        if path in entries and "." not in option:
+            by_name.setdefault(name, []).append(name)
     for path, entry in entries.items():
         if entry.kind == "leaf":
             by_name.setdefault(entry.name, []).append(path)
@@ -447,6 +450,7 @@ def _find_near(option: str, entries: Mapping[str, ConfigEntry]) -> list[str]:
     for close in difflib.get_close_matches(name, by_name, n=3):
         paths += by_name[close]
     near = difflib.get_close_matches(option, paths, n=3, cutoff=0.0)
+    near = [path for path in near if find_short_name(path) not in near]
     if near or not parent:
         return near
     return [path for path in entries if path.rpartition(".")[0] == parent]

@@ -110,7 +110,9 @@ def find_similar(option: str) -> tuple[KnownName, ...]:
             is_misspelled = name != option and names[close][0].status == "same"
             if close.rpartition(".")[0] == section and not is_misspelled:
                 return names[close]
-    return ()
+    # `epochs` is the end of their `num_epochs`.
+    ends = [known for known in names if known.rpartition("_")[2] == option]
+    return names[ends[0]] if ends else ()
 
 
 def list_sources() -> Iterator[tuple[str, list[KnownName]]]:

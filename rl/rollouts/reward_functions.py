@@ -140,7 +140,8 @@ def make_criterion(
     try:
         function = load_function(place)
     except ValueError as error:
-        raise ValueError(f"reward {error}") from error
+        about = "" if str(error).startswith(repr(place)) else f"{place!r}: "
+        raise ValueError(f"reward {about}{error}") from error
     name = choose_name(function)
     if not _is_of_trl_form(place, function):
         is_coroutine = is_async(function)
@@ -169,6 +170,9 @@ def _is_of_trl_form(place: str, function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # of some functions in C nothing is known
         return False
     if any(p.name in GIVEN for p in parameters):
+        return True
+    # Nothing but `**columns`.
+    if parameters and all(p.kind is p.VAR_KEYWORD for p in parameters):
         return True
     needed = [p.name for p in parameters if _is_needed(p)]
     if len(needed) > 1 or not parameters:

@@ -18,6 +18,7 @@ from typing import Any
 
 from rl.rollouts.reward_values import MAX_REWARD, to_number, to_numbers, to_truth
 from rl.types import Prompt, Rollout, Score
+from rl.utils.namespaces import describe_missing_network
 from rl.utils.printing import describe_value, truncate
 from rl.utils.threads import run_now
 
@@ -327,7 +328,8 @@ class Rubric:
         if isinstance(raised, UnparsedAnswer):
             title, given = f"{title}: its UnparsedAnswer", raised.value
         elif raised is not None:
-            return CallResult(failure=f"{title} raised {describe_value(raised)}")
+            hint = describe_missing_network(raised)
+            return CallResult(failure=f"{title} raised {describe_value(raised)}{hint}")
 
         valid, why, numbers = "a finite number", "", list[float]()
         try:

@@ -17,6 +17,8 @@ from rl.tasks.rows import WrittenNumber, to_plain
 from rl.types import Message, Role
 from rl.utils.printing import truncate
 
+MAX_WHOLE = 2**53
+"""Numbers below it are exact as a float."""
 MAX_SHOWN_CHARS = 200
 """Longest excerpt of a value in an error's text."""
 
@@ -29,7 +31,9 @@ def to_text(value: Any, column: str) -> str:
         and not isinstance(value, bool)
         and math.isfinite(value)
     ):
-        return str(value)
+        # A table with an empty cell has all its whole numbers as 7.0, which nobody wrote.
+        is_whole = isinstance(value, float) and value.is_integer() and abs(value) < MAX_WHOLE
+        return str(int(value)) if is_whole else str(value)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"column {column!r} is {_show(value)}, not text")
     return str(value)

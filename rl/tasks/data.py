@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from rl.config.tree import check_bounds
-from rl.tasks.rows import WrittenRows, read_filled_lines, read_written_rows
+from rl.tasks.rows import WrittenRows, get_cell, read_filled_lines, read_written_rows
 from rl.types import Problem
 from rl.utils.errors import list_causes
 from rl.utils.extras import describe_install
@@ -79,8 +79,10 @@ def decode_settings(settings: Mapping[str, Any], *, name: str = "settings") -> d
 class TypedRows:
     """Rows of a Parquet file or a saved `datasets.Dataset`, with their types."""
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Any, *, fields: Sequence[str] = ()) -> None:
+        """`fields` are further columns, in objects of the table's (`get_cell`)."""
         self.table = table
+        self._fields = fields
         self._narrow: dict[str, type[np.floating[Any]]] = {}
         """Columns of numbers with fewer digits than a Python float has."""
         for name, feature in table.features.items():
@@ -105,9 +107,11 @@ class TypedRows:
 
         As a Python float, that is 0.10000000149.
         """
-        if not self._narrow:
+        if not self._narrow and not self._fields:
             return values
         wide = dict(values)
+        for name in self._fields:
+            wide[name] = get_cell(values, name)
         for name, narrow in self._narrow.items():
             if wide.get(name) is not None:
                 wide[name] = float(str(narrow(wide[name])))
@@ -125,7 +129,8 @@ def read_rows(
     Args:
         path: a local path, or `hub:owner/name:split` (`hub:owner/name:subset:split`), which is
             downloaded into the cache of `datasets`.
-        columns: the needed columns, by the setting that names each.
+        columns: the needed columns, by the setting that names each; with a dot the field of a
+            column's objects.
         cache_folder: where Arrow copies of files are kept; None: the default of `datasets`.
 
     Raises:
@@ -135,7 +140,7 @@ def read_rows(
     rows = _open_rows(path, needed=tuple(columns.values()), cache_folder=cache_folder)
     present = rows.list_columns(columns.values())
     for setting, column in columns.items():
-        if column not in present:
+        if column not in present and column.partition(".")[0] not in present:
             names = ", ".join(map(repr, present))
             raise ValueError(
                 f"{path} has no column {column!r} ({setting}); its columns are {names}"
@@ -143,7 +148,9 @@ def read_rows(
     if isinstance(rows, WrittenRows):
         return rows
     # Without the other columns, which may be large, such as images.
-    return TypedRows(rows.table.select_columns(sorted(set(columns.values()))))
+    fields = [column for column in columns.values() if column not in present]
+    needed = {*columns.values()} - {*fields} | {column.partition(".")[0] for column in fields}
+    return TypedRows(rows.table.select_columns(sorted(needed)), fields=fields)
 
 
 def look_at(path: str, wanted: Callable[[str], bool]) -> tuple[list[str], list[Mapping[str, Any]]]:
@@ -203,6 +210,13 @@ def _check_local(path: str, local: Path) -> None:
         raise ValueError(
             f"{path!r} is not a local file or folder; a dataset of the hub is written "
             f"{HUB}owner/name:split"
+        )
+    files = sorted(file for file in local.glob("*.*") if file.suffix in SUFFIXES)
+    is_saved = any((local / name).exists() for name in ("state.json", "dataset_dict.json"))
+    if files and not is_saved:
+        raise ValueError(
+            f"{path} is a folder of files, not of a `Dataset.save_to_disk`: name its files, such "
+            f"as {files[0]}"
         )
     if not (local.is_file() or local.is_dir()):
         raise ValueError(f"{path!r} is neither a file nor a folder")

@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 MAX_SHOWN = 8
 """Most further columns that a line names."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Usual names of columns that a model of texts cannot read."""
 HELD_OUT = "held_out"
 """Name of the evaluation set that is split from the training files."""
 
@@ -204,6 +206,8 @@ class DatasetTask(Configurable):
         if others:
             more = f" and {len(others) - MAX_SHOWN} more" if len(others) > MAX_SHOWN else ""
             read.append(f"for rewards: {', '.join(others[:MAX_SHOWN])}{more}")
+        if media := [repr(name) for name in columns.info if name.strip().lower() in MEDIA]:
+            read.append(f"the model reads texts alone, not {', '.join(media)}")
         return f"{', '.join(sizes)}; {', '.join(read)}"
 
     def convert(self, problem: Problem, row: Mapping[str, Any]) -> Problem:

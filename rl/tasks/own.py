@@ -13,6 +13,7 @@ from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 from rl.tasks.cells import to_context, to_text
 from rl.tasks.data import look_at
 from rl.tasks.dataset import Columns, DatasetTask
+from rl.tasks.rows import get_cell
 from rl.tasks.task import Place, required_answer
 from rl.types import Rollout
 from rl.utils.numbers import same_answer
@@ -22,6 +23,8 @@ QUESTIONS = ("prompt", "question", "problem", "messages", "instruction", "query"
 `prompt`, often made of a `question` that is kept beside it."""
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "output", "response")
 INPUT = "input"
+OF_VERL = "reward_model.ground_truth"
+"""The answer in rows for verl: a field of the objects of a column."""
 PLACES: tuple[str, ...] = typing.get_args(Place)
 
 
@@ -123,7 +126,8 @@ def find_columns(files: Sequence[str], *, question: str | None = None) -> Column
     Args:
         question: the column of the question, if it is known.
     """
-    looks = [look_at(file, lambda name: _fold(name) in (*ANSWERS, INPUT)) for file in files]
+    wanted = {*ANSWERS, INPUT, OF_VERL.partition(".")[0]}
+    looks = [look_at(file, lambda name: _fold(name) in wanted) for file in files]
     names = [name for name in looks[0][0] if name.strip()]
     for others, _ in looks[1:]:
         names = [name for name in names if name in others]
@@ -131,7 +135,7 @@ def find_columns(files: Sequence[str], *, question: str | None = None) -> Column
 
     system = next((name for name in names if _fold(name) == "system"), None)
     question = question or next(_find_usual(QUESTIONS, names), "question")
-    answers = [name for name in _find_usual(ANSWERS, names) if name != question]
+    answers = [*(name for name in _find_usual(ANSWERS, names) if name != question), OF_VERL]
     answer = next((name for name in answers if any(_has_text(row, name) for row in rows)), None)
     context = None
     # Rows for Alpaca.
@@ -161,7 +165,7 @@ def _find_usual(usual: Sequence[str], names: Sequence[str]) -> Iterator[str]:
 
 def _has_text(row: Mapping[str, Any], column: str) -> bool:
     try:
-        to_text(row.get(column), column)
+        to_text(get_cell(row, column), column)
     except ValueError:
         return False
     return True

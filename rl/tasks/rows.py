@@ -97,12 +97,24 @@ class WrittenRows:
                 yield read_object(text.as_py())
 
     def _select_needed(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: row.get(name) for name in self.columns}
+        return {name: get_cell(row, name) for name in self.columns}
 
     def place(self, number: int) -> str:
         """Return where a row is in the file, as its reader counts."""
         line = self.table.column("line")[number].as_py()
         return f"row {number + 1}" if line == number + 1 else f"row {number + 1} (line {line})"
+
+
+def get_cell(row: Mapping[str, Any], column: str) -> Any:
+    """Return a row's value in a column, or in a field of its objects: `reward_model.ground_truth`.
+
+    None for what is not there.
+    """
+    name, dot, rest = column.partition(".")
+    if column in row or not dot:
+        return row.get(column)
+    inner = row.get(name)
+    return get_cell(inner, rest) if isinstance(inner, Mapping) else None
 
 
 def read_written_rows(path: Path, *, columns: Sequence[str], folder: Path) -> WrittenRows:

@@ -8,6 +8,7 @@ namespace of its own, which it can enter only while it has one thread.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import functools
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.utils.compat import exit_at_once
+from rl.utils.errors import list_causes
 
 NEW_USER, NEW_NET = 0x1000_0000, 0x4000_0000
 """CLONE_NEWUSER and CLONE_NEWNET of <linux/sched.h>."""
@@ -26,6 +28,13 @@ NET_ADMIN, SYS_ADMIN = 1 << 12, 1 << 21
 CAPABILITY_VERSION = 0x2008_0522
 SET_FLAGS, IS_UP = 0x8914, 0x1
 """SIOCSIFFLAGS and IFF_UP of <linux/if.h>."""
+NETWORK = "RELAY_NETWORK"
+"""Environment variable of actor processes: the namespace in which the controller's sockets are."""
+NETWORK_ERRORS = {
+    "APIConnectionError", "ClientConnectorError", "ConnectError", "ConnectTimeout",
+    "ConnectionError", "URLError", "gaierror",
+}  # fmt: skip
+"""Names of errors, beside Python's own ConnectionErrors, of programs that reach no other."""
 
 
 @functools.cache
@@ -112,6 +121,21 @@ def _start_loopback() -> None:
     # A new namespace has the device, but it is down. Any socket takes the request.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SET_FLAGS, struct.pack("16sh14x", b"lo", IS_UP))
+
+
+def describe_missing_network(error: BaseException) -> str:
+    """Return what to do if an error may come from the network that actors do not have, or ""."""
+    if NETWORK not in os.environ:
+        return ""
+    for cause in list_causes(error):
+        is_unreachable = getattr(cause, "errno", None) == errno.ENETUNREACH
+        is_known = isinstance(cause, ConnectionError) or type(cause).__name__ in NETWORK_ERRORS
+        if is_known or is_unreachable:
+            return (
+                "; rewards are computed without a network: a function that needs one says so with "
+                "`needs_network = True` (docs/own_data.md)"
+            )
+    return ""
 
 
 def get_network(thread: int | str) -> str:

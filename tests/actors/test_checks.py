@@ -1,12 +1,18 @@
 """Configs that are refused before a run starts, although only its end would fail."""
 
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
 
 from actors.launch.placement import fit_to_devices
-from actors.preflight.checks import Machine, find_config_faults, find_machine_faults
+from actors.preflight.checks import (
+    Machine,
+    check_disk,
+    find_config_faults,
+    find_machine_faults,
+)
 from configs.sum_digits import qwen3_8b, qwen3_32b, tiny, tiny_moe
 from rl.config.tree import rebuild
 from rl.models.lora import LoRA
@@ -100,6 +106,19 @@ def test_generators_need_cores_and_memory_of_a_machine_without_gpus(num_cores, g
     assert config.model is not None
     found = list(find_machine_faults(config, spec=config.model, machine=machine))
     assert [says in fault for fault in found] == [True] * (says is not None)
+
+
+def test_disk_that_holds_no_checkpoint_is_found_before_the_start(tmp_path, monkeypatch):
+    config = tiny()
+    config.dump_folder = str(tmp_path / "outputs")
+    assert config.model is not None
+    check_disk(config, spec=config.model)
+    full = shutil.disk_usage(tmp_path)._replace(free=10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(ValueError, match="has 1 MB free, but a checkpoint has at least 3 MB"):
+        check_disk(config, spec=config.model)
+    config.trainer.checkpoint.enable = False
+    check_disk(config, spec=config.model)
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,9 @@ def test_field_added_by_a_subclass_in_a_nested_place_is_an_option():
 
 
 def test_unknown_key_names_the_nearest(capsys):
-    for typo in ("--trainer.optimzer.lr", "--trainer.optimizer.lrr", "--lrr"):
+    for typo in ("--trainer.optimzer.lr", "--trainer.optimizer.lrr"):
         assert "did you mean --trainer.optimizer.lr" in error_of(capsys, typo, "1")
+    assert "did you mean --lr\n" in error_of(capsys, "--lrr", "1")
     assert "did you mean --trainer.compile_model" in error_of(capsys, "--compile_mode", "1")
     assert "did you mean --trainer.sequence_length" in error_of(capsys, "--sequence_lenght", "1")
     several = error_of(capsys, "--num_steps", "1", config="large")

@@ -23,6 +23,7 @@ from rl.config.cli import parse_cli
 from rl.config.json import to_dict, write_json
 from rl.config.registry import RunRequest
 from rl.config.tree import ConfigError
+from rl.rollouts.rubric import GroupCriterion
 from rl.utils.user_code import list_import_path, load_function
 
 ROWS = [{"question": f"{n} + 1", "answer": n + 1, "level": "easy"} for n in range(40)]
@@ -155,6 +156,9 @@ def test_reward_that_holds_a_lock_is_named(tmp_path):
         ([1], "row 1 is a int, not a dict"),
         ([{"a": 1, "question": object()}], "row 1: column 'question' cannot be written"),
         ([{"question": "half \ud83d of a sign"}], "row 1: column 'question' .* surrogates"),
+        (pandas.DataFrame({"question": []}), "data has no rows"),
+        ("folder", "folder is a folder of files, not .* name its files, such as folder/qa.jsonl"),
+        ("~nobody_here/qa.jsonl", "home directory"),
         ([{"question": "1 + 1", "answer": 2}], "no training row is left .* held_out=0.1 holds out"),
         (
             [{"messages": [{"role": "system", "content": "a"}, USER], "system": "b"}] * 2,
@@ -167,7 +171,10 @@ def test_reward_that_holds_a_lock_is_named(tmp_path):
         ("hub:gsm8k", "is written hub:owner/name:split"),
     ],
 )
-def test_data_of_another_form_is_refused(tmp_path, data, message):
+def test_data_of_another_form_is_refused(tmp_path, data, message, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "qa.jsonl").touch()
     with pytest.raises(ValueError, match=message):
         make(tmp_path, data=data).task.build()
 
@@ -219,6 +226,62 @@ def test_names_of_spreadsheets_are_found(tmp_path):
     assert (columns.question, columns.answer, columns.system) == ("Question", " Answer ", "System")
     assert columns.info == ("Question", " Answer ")
     assert make(tmp_path, data=str(file), reward="last_number").task.build()
+
+
+def test_rows_for_verl_have_their_answer_in_a_field(tmp_path):
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{n} + 1"}],
+            "reward_model": {"ground_truth": f"{n + 1}"},
+        }
+        for n in range(20)
+    ]
+    for data in (rows, datasets.Dataset.from_list(rows)):
+        task = make(tmp_path, data=data, reward="last_number").task
+        assert (task.columns.question, task.columns.answer) == (
+            "prompt",
+            "reward_model.ground_truth",
+        )
+        problem = next(task.build().train_problems(seed=0))
+        assert int(problem.answer) == int(problem.question.split()[0]) + 1
+    missing = {"answer": "reward_model.nothing"}
+    with pytest.raises(
+        ValueError, match=r"row 1: column 'reward_model\.nothing' is None, not text"
+    ):
+        make(tmp_path, data=rows, columns=missing).task.build()
+
+
+def test_table_that_lost_a_row_has_whole_numbers_and_no_index(tmp_path):
+    table = pandas.DataFrame([*ROWS, {"question": "9 + 9", "answer": None}]).dropna()
+    config = make(tmp_path, data=table[["question", "answer"]])
+    assert config.task.columns.info == ("question", "answer")
+    problem = next(config.task.build().train_problems(seed=0))
+    assert int(problem.answer) == int(problem.question.split()[0]) + 1
+    named = make(tmp_path, data=pandas.DataFrame(ROWS).set_index("question"))
+    assert named.task.columns.info == ("question", "answer", "level")
+
+
+def test_rows_that_stream_and_numbers_of_numpy_are_written(tmp_path):
+    streamed = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+    assert make(tmp_path, data=streamed).task.train_files == make(tmp_path).task.train_files
+    numbers = [{**row, "answer": np.int64(n), "more": np.ones(2)} for n, row in enumerate(ROWS)]
+    problem = next(make(tmp_path, data=numbers).task.build().train_problems(seed=0))
+    assert problem.info["more"] == [1.0, 1.0]
+
+
+def test_columns_that_a_model_of_texts_cannot_read_are_named(tmp_path):
+    rows = [{**row, "images": ["a.png"]} for row in ROWS]
+    assert (
+        make(tmp_path, data=rows)
+        .task.build()
+        .summary.endswith("the model reads texts alone, not 'images'")
+    )
+
+
+def test_reward_of_columns_alone_has_the_form_of_trl(tmp_path):
+    config = make(tmp_path, reward=lambda **columns: [1.0] * len(columns["completions"]))
+    (criterion,) = config.task.build().rubric(seed=0).criteria
+    assert isinstance(criterion, GroupCriterion)
 
 
 ALPACA: list[dict[str, Any]] = [
@@ -303,6 +366,11 @@ def test_long_names_of_options_size_the_model_and_find_columns_too(tmp_path, cap
 def test_reward_that_is_no_function_is_refused(tmp_path):
     with pytest.raises(ValueError, match="reward=3: must be a function"):
         make(tmp_path, reward=3)
+
+
+def test_rows_of_the_data_are_no_evaluation(tmp_path):
+    with pytest.raises(ValueError, match=r"^eval_data has the rows of data: give others"):
+        make(tmp_path, eval_data=ROWS)
 
 
 def test_own_eval_data_replaces_the_share(tmp_path):

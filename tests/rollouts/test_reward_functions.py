@@ -2,13 +2,15 @@
 
 import asyncio
 from dataclasses import replace
+from urllib.error import URLError
 
 import numpy as np
 import pytest
 
 from rl.rollouts.reward_functions import MESSAGES, find_place, make_criterion
-from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
+from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric, RubricCall
 from rl.types import Completion, Problem, Prompt, Rollout, Turn
+from rl.utils.namespaces import NETWORK
 
 
 def make_rollout(text, *, info=None, sample=0):
@@ -120,3 +122,15 @@ def test_saved_function_is_named_by_its_content(tmp_path):
     assert first != second
     assert len(list(tmp_path.iterdir())) == 2
     assert replace(make_criterion(first, weight=1.0), weight=2.0).name == "reward"
+
+
+def test_reward_without_a_network_is_told_how_to_get_one(monkeypatch):
+    def ask(rollout):
+        raise URLError(ConnectionRefusedError(111, "Connection refused"))
+
+    rubric = Rubric(criteria=(Criterion(name="ask", function=ask),))
+    call = RubricCall(names=("ask",), is_async=False, places=(0,), rollouts=(make_rollout("a"),))
+    assert "needs_network" not in str(rubric.call_sync(call).failure)
+    monkeypatch.setenv(NETWORK, "net:[1]")
+    failure = str(rubric.call_sync(call).failure)
+    assert "a function that needs one says so with `needs_network = True`" in failure

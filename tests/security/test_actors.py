@@ -29,6 +29,7 @@ from rl.distributed.process_group import CommConfig, World, connect
 from rl.rollouts.judge import Judge
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.utils.errors import RunError
+from rl.utils.namespaces import NETWORK
 from tests.support.distributed import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -251,7 +252,7 @@ def test_thread_that_does_not_run_stops_the_start(tmp_path, monkeypatch):
 
 def test_process_in_another_network_than_the_controller_ends(monkeypatch):
     isolation.check_network()
-    monkeypatch.setenv(isolation.NETWORK, "net:[1]")
+    monkeypatch.setenv(NETWORK, "net:[1]")
     with pytest.raises(
         SystemExit, match=r"is in the network net:\[\d+\], but must be in net:\[1\]"
     ):
