@@ -62,6 +62,10 @@ class ModelWork:
         return itemsize * (weights + attended * self.cached)
 
 
+_counted: dict[str, ModelWork] = {}
+"""Work of plain models by the text of their configs."""
+
+
 def count_work(model: Decoder.Config, *, converted: nn.Module | None = None) -> ModelWork:
     """Count the work of the model as it is sampled, or as it is trained.
 
@@ -75,8 +79,12 @@ def count_work(model: Decoder.Config, *, converted: nn.Module | None = None) -> 
         596049920
     """
     if converted is None:
-        with torch.device("meta"):
-            converted = model.build()
+        # A start asks several times, and building a large model takes 0.2 s, even without memory.
+        key = repr(model)
+        if key not in _counted:
+            with torch.device("meta"):
+                _counted[key] = count_work(model, converted=model.build())
+        return _counted[key]
     assert isinstance(converted, Decoder)
     module = converted
     # Sizes come from the config, numbers of weights from the module, which converters change.
