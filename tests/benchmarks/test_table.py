@@ -88,6 +88,7 @@ sys.stdin.read() or __import__("time").sleep(60)
 """
 
 
+@pytest.mark.medium
 def test_benchmarks_that_fail_or_hang_are_named_and_the_others_run(tmp_path, monkeypatch, capsys):
     programs = {"failing": FAILING, "hanging": HANGING, "good": GOOD}
     start = subprocess.Popen

@@ -106,6 +106,7 @@ def ranks():
     return run_ranks(compute, 2, models, timeout_s=50)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", CASES)
 def test_generator_plan_on_two_ranks_computes_the_unsharded_logits(ranks, name):
     for rank in ranks:

@@ -48,6 +48,7 @@ def test_new_shared_memory_file_is_a_leak_unless_another_program_holds_it():
         file.unlink()
 
 
+@pytest.mark.medium
 @pytest.mark.timeout(150)
 def test_session_with_a_leak_fails_although_its_tests_pass(tmp_path):
     """A worker of pytest-xdist runs the test, so that the leaked process has no parent."""

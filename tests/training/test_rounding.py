@@ -154,6 +154,7 @@ def measure_shards():
     return {name: stepped(name, *case, mesh=mesh) for name, case in CASES.items()}
 
 
+@pytest.mark.medium
 def test_shards_are_rounded_like_the_whole_tensor():
     for rank in run_ranks(measure_shards, 2, timeout_s=100):
         for name, case in CASES.items():
