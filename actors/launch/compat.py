@@ -91,7 +91,9 @@ def list_monarch_threads(tasks: Path = Path("/proc/self/task")) -> list[int]:
 
     def is_monarchs(task: Path) -> bool:
         # By the kernel's name for it, as Monarch does not list its threads.
-        return (task / "comm").read_text().startswith("monarch-pytokio")
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            return (task / "comm").read_text().startswith("monarch-pytokio")
+        return False
 
     return [int(task.name) for task in filter(is_monarchs, tasks.iterdir())]
 
@@ -101,7 +103,8 @@ def _has_run(task: Path) -> bool:
     try:
         # The name, in brackets, may have any characters.
         state, *numbers = (task / "stat").read_text().rpartition(")")[2].split()
-        if state != "R":
+        # It may wait for a page of memory (D) before its first instruction.
+        if state not in ("R", "D"):
             return True
         with contextlib.suppress(FileNotFoundError):  # of kernels without these figures
             return int((task / "schedstat").read_text().split()[0]) >= NAMED_NS

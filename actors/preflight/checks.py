@@ -219,13 +219,16 @@ def check_disk(config: RunConfig, *, spec: ModelSpec) -> None:
         return
     folder = checkpoint.shared_folder or Path(config.dump_folder).expanduser().absolute()
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
-    # The weights in float32 are the least that it holds.
-    num_bytes, free = 4 * count_work(spec.model).parameters, shutil.disk_usage(there).free
+    # The weights alone, in the smaller of the two dtypes, are the least that it holds.
+    dtypes = (config.trainer.training.dtype, checkpoint.export_dtype)
+    itemsize = min(getattr(torch, dtype).itemsize for dtype in dtypes)
+    num_bytes, free = itemsize * count_work(spec.model).parameters, shutil.disk_usage(there).free
     if free < num_bytes:
+        named = "dump_folder" if checkpoint.shared_folder is None else "trainer.checkpoint.folder"
         raise ValueError(
-            f"dump_folder={str(config.dump_folder)!r}: the disk of {folder} has {free / 1e6:,.0f} "
-            f"MB free, but a checkpoint has at least {num_bytes / 1e6:,.0f} MB: free some, choose "
-            "another folder, or --trainer.checkpoint.enable False"
+            f"{named}={str(folder)!r}: its disk has {free / 1e6:,.1f} MB free, but a checkpoint "
+            f"has at least {num_bytes / 1e6:,.1f} MB: free some, choose another folder, or "
+            "--trainer.checkpoint.enable False"
         )
 
 

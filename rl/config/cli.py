@@ -17,11 +17,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import inspect
 import io
 import re
 import sys
-import types
 import typing
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +29,7 @@ from typing import Any
 import numpy as np
 import tyro
 
+from rl.config.arguments import take_arguments
 from rl.config.common_options import ALIASES, find_path, find_short_name
 from rl.config.help import SOURCE_OPTIONS, print_help
 from rl.config.json import LOCATION, read_json
@@ -227,7 +226,7 @@ def _find_request(
         if "module" in given:
             refuse_two_files(module)
         function = given.get("config", default_config or "")
-        arguments = _take_arguments(find_function(module, function), options)
+        arguments = take_arguments(find_function(module, function), options)
         request = resolve(module, function, arguments=arguments)
         # Numbers are changes of the config; names say which config it is.
         named = {key: value for key, value in arguments.items() if not isinstance(value, int)}
@@ -257,57 +256,6 @@ def _take_source_options(options: dict[str, list[str]]) -> dict[str, str]:
             raise ConfigError(f"--{name} takes one value, not {values!r}")
         given[name] = values[0]
     return given
-
-
-def _take_arguments(function: Callable[..., Any], options: dict[str, list[str]]) -> dict[str, Any]:
-    """Remove the options that are arguments of a registry function, and return their values.
-
-    The long name of an option is an argument too, as `--task.train_files` is `--data`. It stays
-    among the options, since a function may make something else of its argument.
-    """
-    arguments: dict[str, Any] = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        path = ALIASES.get(name)
-        if name in options and path in options:
-            raise ConfigError(f"--{name} is short for --{path}: give one of them")
-        option = name if name in options else path
-        if option is None or option not in options:
-            continue
-        if path is not None and options[option] == ["None"]:
-            options.pop(name, None)  # as the function has it
-            continue
-        value = _read_argument(option, options[option], _read_type(function, parameter))
-        if value is not None:
-            arguments[name] = value
-            options.pop(name, None)
-    return arguments
-
-
-def _read_argument(option: str, values: list[str], kind: Any) -> Any:
-    """Return the value of an argument; None for a type that is no argument's."""
-    if kind == tuple[str, ...]:
-        return tuple(values)
-    if kind not in (str, str | None, int, int | None):
-        return None
-    if len(values) != 1:
-        raise ConfigError(f"--{option} takes one value, not {values!r}")
-    return values[0] if kind in (str, str | None) else _to_int(option, values[0])
-
-
-def _read_type(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """Return the type of a parameter; None for one that only type checkers see."""
-    stub = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
-    try:
-        return typing.get_type_hints(stub, function.__globals__)[parameter.name]
-    except NameError:
-        return None
-
-
-def _to_int(option: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigError(f"--{option} {value}: must be int") from None
 
 
 def _name_fields(config: Any) -> set[str]:

@@ -32,9 +32,10 @@ NETWORK = "RELAY_NETWORK"
 """Environment variable of actor processes: the namespace in which the controller's sockets are."""
 NETWORK_ERRORS = {
     "APIConnectionError", "ClientConnectorError", "ConnectError", "ConnectTimeout",
-    "ConnectionError", "URLError", "gaierror",
+    "ConnectionError", "ConnectionRefusedError", "URLError", "gaierror",
 }  # fmt: skip
-"""Names of errors, beside Python's own ConnectionErrors, of programs that reach no other."""
+"""Names of the errors, of Python and of clients, that mean that a server cannot be reached. Not a
+BrokenPipeError, which a process of the reward's own may cause."""
 
 
 @functools.cache
@@ -129,7 +130,7 @@ def describe_missing_network(error: BaseException) -> str:
         return ""
     for cause in list_causes(error):
         is_unreachable = getattr(cause, "errno", None) == errno.ENETUNREACH
-        is_known = isinstance(cause, ConnectionError) or type(cause).__name__ in NETWORK_ERRORS
+        is_known = type(cause).__name__ in NETWORK_ERRORS
         if is_known or is_unreachable:
             return (
                 "; rewards are computed without a network: a function that needs one says so with "

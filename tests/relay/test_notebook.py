@@ -3,6 +3,7 @@
 import os
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -88,8 +89,12 @@ def list_processes_of(folder):
 
 def list_shared_folders(folder):
     """Return the temporary folders of runs in a folder."""
-    requests = Path(tempfile.gettempdir()).glob(f"relay-*/{REQUEST}")
-    return [file.parent for file in requests if str(folder).encode() in file.read_bytes()]
+    found = []
+    for file in Path(tempfile.gettempdir()).glob(f"relay-*/{REQUEST}"):
+        with suppress(FileNotFoundError):  # of another test's run
+            if str(folder).encode() in file.read_bytes():
+                found.append(file.parent)
+    return found
 
 
 @pytest.mark.slow

@@ -96,7 +96,8 @@ def _hide_output() -> Iterator[None]:
     """Hide what libraries print during the block: warnings of packages that nothing here uses,
     and, where nobody looks on, bars of their progress.
     """
-    stream = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    has_reader = sys.stderr is not None and sys.stderr.isatty()
+    stream = sys.stderr if has_reader else io.StringIO()
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -95,13 +95,9 @@ def read_hub_config(name: str, *, revision: str | None) -> dict[str, Any]:
 
     Raises ValueError as `fetch_from_hub`.
     """
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import hf_hub_download
 
-    # Asked first and once, as downloads retry.
-    try:
-        info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT_S)
-    except Exception as error:  # a network request
-        raise ValueError(_describe_failure(name, revision, error)) from error
+    info = _ask(name, revision)  # once, as downloads retry
     _check_files(name, revision, [file.rfilename for file in info.siblings or ()])
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -117,19 +113,26 @@ def count_hub_bytes(name: str) -> int:
     Raises:
         ValueError: the model is not cached, and the hub does not tell.
     """
-    from huggingface_hub import HfApi
-
     folder = fetch_from_hub(name, revision=None, downloads=False)
     if folder is not None:
         return sum(file.stat().st_size for file in folder.glob(WEIGHTS))
-    try:
-        info = HfApi().model_info(name, timeout=TIMEOUT_S, files_metadata=True)
-    except Exception as error:
-        raise ValueError(_describe_failure(name, None, error)) from error
+    info = _ask(name, None, files_metadata=True)
     files = [file for file in info.siblings or () if fnmatch(file.rfilename, WEIGHTS)]
     # As of a download: other folders and formats of the same weights do not count.
     own = [file for file in files if not any(fnmatch(file.rfilename, p) for p in OTHER_FORMATS)]
     return sum(file.size or 0 for file in own)
+
+
+def _ask(name: str, revision: str | None, *, files_metadata: bool = False) -> Any:
+    """Return what the hub tells of a model; raises ValueError as `fetch_from_hub`."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().model_info(
+            name, revision=revision, timeout=TIMEOUT_S, files_metadata=files_metadata
+        )
+    except Exception as error:  # a network request
+        raise ValueError(_describe_failure(name, revision, error)) from error
 
 
 def _check_files(name: str, revision: str | None, files: Sequence[str]) -> None:
