@@ -196,21 +196,21 @@ def find_length_drift(run: RunData) -> Finding | None:
 
     # Length may drift because it is paid for, or because nothing holds it back.
     paid = _measure_pay_for_length(run.rollouts)
-    drift = _find_drift_without_success(lengths, success)
+    found = _find_drift_without_success(lengths, success)
     paid_since = paid.find_lasting(lambda value: value >= PAYS, hold=3, share=0.6)
-    if drift is None:
+    if found is None:
         # Longer replies that are right more often are fine, unless length itself earns.
         if paid_since is None or not _grows(lengths, since=paid_since):
             return None
-        drift = 1
-    elif drift < 0:
-        paid_since = paid.find_lasting(lambda value: value <= -PAYS, hold=3, share=0.6)
-    since = paid_since or _find_start_of_drift(lengths, drift)
+        drift, began = 1, lengths.steps[0]
+    else:
+        drift, began = found
+        if drift < 0:
+            paid_since = paid.find_lasting(lambda value: value <= -PAYS, hold=3, share=0.6)
+    # What the sentence says of success has to be true of the part in which the drift was found.
+    since = paid_since or max(began, _find_start_of_drift(lengths, drift))
 
     before, right = lengths.select_before(since), success.select_from(since)
-    # The drift may have begun before the part in which success stood still.
-    if not paid_since and len(right) and _rise(right) >= LENGTH_SUCCESS:
-        return None
     how = "longer" if drift > 0 else "shorter"
     was = (before if len(before) else lengths).last_level
     now = lengths.select_from(since).last_level
@@ -242,9 +242,11 @@ def find_length_drift(run: RunData) -> Finding | None:
     )
 
 
-def _find_drift_without_success(lengths: Series, success: Series) -> int | None:
-    """Return 1 if replies get longer without being right more often, -1 if they get shorter and are
-    right less often, else None.
+def _find_drift_without_success(lengths: Series, success: Series) -> tuple[int, int] | None:
+    """Return the direction of a drift, and the first step of the part in which it was found.
+
+    The direction is 1 if replies get longer without being right more often, and -1 if they get
+    shorter and are right less often.
     """
     if len(success) != len(lengths):
         return None
@@ -253,16 +255,19 @@ def _find_drift_without_success(lengths: Series, success: Series) -> int | None:
         part = lengths.select_from(lengths.steps[start])
         right = success.select_from(success.steps[start])
         change = math.log(max(part.last_level, 1e-3) / max(part.first_level, 1e-3))
-        if change >= math.log(LENGTH_TIMES) and _rise(right) < LENGTH_SUCCESS:
-            return 1
-        # Shorter replies that are right as often are a gain.
-        if change <= -math.log(LENGTH_TIMES) and _rise(right) <= -LENGTH_SUCCESS:
-            return -1
-    return None
+        if (
+            change >= math.log(LENGTH_TIMES)
+            and right.last_level - right.first_level < LENGTH_SUCCESS
+        ):
+            return 1, part.steps[0]
 
-
-def _rise(success: Series) -> float:
-    return success.last_level - success.first_level
+    # Shorter replies that are right as often are a gain. So success is compared with what it was
+    # before the drift: in a part of the run it may fall by chance.
+    since = _find_start_of_drift(lengths, -1)
+    change = math.log(max(lengths.last_level, 1e-3) / max(lengths.first_level, 1e-3))
+    before = success.select_before(since)
+    fell = len(before) > 0 and success.last_level - before.last_level <= -LENGTH_SUCCESS
+    return (-1, since) if fell and change <= -math.log(LENGTH_TIMES) else None
 
 
 def _grows(lengths: Series, *, since: int) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from actors.launch.placement import fit_to_devices
 from actors.preflight.checks import (
     Machine,
-    check_disk,
+    check_run,
     find_config_faults,
     find_machine_faults,
 )
@@ -111,14 +111,16 @@ def test_generators_need_cores_and_memory_of_a_machine_without_gpus(num_cores, g
 def test_disk_that_holds_no_checkpoint_is_found_before_the_start(tmp_path, monkeypatch):
     config = tiny()
     config.dump_folder = str(tmp_path / "outputs")
+    machine = Machine(num_gpus=0, gpu_bytes=None, num_cores=8, memory_bytes=2**34)
+    config = fit_to_devices(config, num_gpus=0)
     assert config.model is not None
-    check_disk(config, spec=config.model)
+    check_run(config, spec=config.model, machine=machine)
     full = shutil.disk_usage(tmp_path)._replace(free=10**6)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with pytest.raises(ValueError, match=r"^dump_folder='.*/outputs': its disk has 1\.0 MB "):
-        check_disk(config, spec=config.model)
+        check_run(config, spec=config.model, machine=machine)
     config.trainer.checkpoint.enable = False
-    check_disk(config, spec=config.model)
+    check_run(config, spec=config.model, machine=machine)
 
 
 @pytest.mark.parametrize(

@@ -115,12 +115,15 @@ def test_argument_takes_one_value_where_the_function_takes_one(capsys):
 OWN_CONFIGS = """
 from __future__ import annotations
 from typing import TYPE_CHECKING
+from my_decorators import logged
 from configs.sum_digits import tiny
+Name = str
 if TYPE_CHECKING:
     from somewhere import Thing
 
+@logged
 def mine(
-    model: str = "0.6B", thing: Thing | None = None, max_tokens: int = 64, size: str = "small"
+    model: Name = "0.6B", thing: Thing | None = None, max_tokens: int = 64, size: str = "small"
 ):
     config = tiny()
     config.description = f"{model} {max_tokens} {size}"
@@ -128,9 +131,21 @@ def mine(
 """
 
 
+DECORATORS = """
+import functools
+
+def logged(function):
+    @functools.wraps(function)
+    def call(**arguments):
+        return function(**arguments)
+    return call
+"""
+
+
 def test_arguments_of_a_users_function_may_mean_something_else(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_configs.py").write_text(OWN_CONFIGS)
+    (tmp_path / "my_decorators.py").write_text(DECORATORS)
     own = {"module": "my_configs", "config": "mine"}
     config = parse("--model", "1.7B", "--max_tokens", "9", "--size", "None", **own)
     assert (config.description, config.hf_assets_path) == ("1.7B 9 None", None)

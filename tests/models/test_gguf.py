@@ -40,10 +40,14 @@ def hf_tensors(folder):
     ("architecture", "quantized"),
     [("llama", None), ("llama", gguf.GGMLQuantizationType.Q8_0), ("qwen2", None), ("qwen3", None)],
 )
-def test_weights_settings_and_tokenizer_are_those_of_the_file(tmp_path, architecture, quantized):
+def test_weights_settings_and_tokenizer_are_those_of_the_file(
+    tmp_path, architecture, quantized, capsys
+):
     tensors = random_tensors(architecture)
     file = write_gguf(tmp_path / "a.gguf", tensors, architecture=architecture, quantized=quantized)
     folder = resolve_assets(file, cache=tmp_path / "cache")
+    # One line, and no bar where nobody looks on.
+    assert capsys.readouterr() == (f"converting {file}, once, to {folder}\n", "")
     opened, read = hf_tensors(folder)
     assert set(read) == set(tensors)
     for name, tensor in tensors.items():

@@ -298,8 +298,10 @@ def test_rows_for_alpaca_ask_with_their_input(tmp_path):
     assert asked["Add.\n\n3 + 1"] == "4"
     assert asked["Say hello."] == "hello"
     assert asked["Double.\n\n0"] == "0"
-    # One instruction with several inputs is several questions, so that some can be held out.
+    # One instruction with several inputs is several questions, of which some are held out.
     assert len(asked) == 22
+    held_out = [problem.question for problem in task.eval_sets()["held_out"]]
+    assert 0 < sum(question.startswith("Add.") for question in held_out) < len(ALPACA)
 
 
 def test_input_is_asked_only_beside_an_instruction(tmp_path):

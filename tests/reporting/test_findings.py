@@ -117,6 +117,13 @@ def test_similar_numbers_of_a_healthy_run_are_no_finding(by_step):
     assert find(run_data(30, **by_step)) == []
 
 
+def test_drift_that_begins_when_success_stands_still_is_told_from_there():
+    rises: dict[str, Any] = {"reward__correct": lambda s: min(0.6, 0.1 + s / 50)}
+    finding = only(run_data(60, completion__tokens_mean=grows, **rises), "length_drift")
+    assert finding.since_step >= 22
+    assert "right replies go from 60% to 60%" in finding.sentence
+
+
 def test_evidence_of_a_long_run_has_few_points():
     finding = only(
         run_data(10_000, loss__entropy_mean=noisy(0.5, 0.01, since=6000)), "collapsed_entropy"
