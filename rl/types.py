@@ -59,11 +59,22 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A well-formed call of a tool."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
     """A message of a conversation, before any chat template."""
 
     role: Role
     content: str
+    calls: tuple[ToolCall, ...] = ()
+    """Tool calls of an assistant's message that a client sent as such, after its content. Replies
+    of the policy keep their calls in the text, as the model wrote them."""
 
 
 def read_messages(messages: Any, *, name: str = "messages") -> tuple[Message, ...]:

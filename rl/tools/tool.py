@@ -23,6 +23,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 
 from rl.rollouts.replies import CALL_CLOSE, CALL_OPEN, MAX_CALLS, ReplyPart, split_reply
+from rl.types import ToolCall
 from rl.utils.printing import truncate
 from rl.utils.threads import run_in_thread
 
@@ -161,14 +162,6 @@ class FunctionTool:
         ):
             return int(value)
         return value
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolCall:
-    """A well-formed call in a reply."""
-
-    name: str
-    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
