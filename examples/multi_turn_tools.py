@@ -30,8 +30,8 @@ from rl.tasks.task import find_answer
 from rl.tools.calculator import Calculator
 from rl.tools.environment import ToolEnvironment
 from rl.tools.sandbox import PythonSandbox
-from rl.tools.tool import Tool, ToolCall, render_call
-from rl.types import Message, Problem, Rollout
+from rl.tools.tool import Tool, render_call
+from rl.types import Message, Problem, Rollout, ToolCall
 from rl.utils.numbers import same_answer
 
 INSTRUCTION = "What is {asked}? Work it out with a tool, and then reply with the number alone."

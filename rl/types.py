@@ -236,6 +236,17 @@ class Turn:
         self.__post_init__()  # Arrays of a pickle are writable.
 
 
+BranchRole = Literal["main", "sub-agent", "auxiliary", "superseded"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Branch:
+    turns: tuple[int, ...]
+    role: BranchRole = "main"
+    cause: str = ""
+    is_trained: bool = True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
     """One finished attempt at a problem: an episode of at least one turn.

@@ -12,8 +12,10 @@ Shape legend: N tokens of the messages between two completions, C tokens of a co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -123,10 +125,17 @@ class Renderer:
         self._opened: tuple[np.ndarray | None, str] = (None, "")
         """Prompt that was asked for last, and the thought that it opened."""
 
-    def opening(self, messages: Sequence[Message]) -> np.ndarray:
+    def opening(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> np.ndarray:
         """Return [N] int32: the messages up to the beginning of the reply.
 
-        A system message comes first, if there is one.
+        A system message comes first, if there is one. `tools` are announced by the template, which
+        must read them (`reads_tools`), as `rl.tools.tool.describe` describes them.
+
+        Raises:
+            RefusedMessageError: a message or a tool contains the text of a special token, and
+                cannot be encoded without that token.
         """
         if not messages:
             raise ValueError(
@@ -140,7 +149,12 @@ class Renderer:
             written = "".join(self.tokenizer.convert_ids_to_tokens(first_ids.tolist()))
             first = replace(messages[0], content=messages[0].content.removeprefix(written))
             messages = [first, *messages[1:]]
-        token_ids = self._encode_messages(messages, self.template.render_opening)
+        render: Callable[[Sequence[Message]], str] = self.template.render_opening
+        if tools:
+            assert isinstance(self.template, TokenizerTemplate)
+            self._check_tools(tools)
+            render = partial(self.template.render_opening, tools=tools)
+        token_ids = self._encode_messages(messages, render)
         # A template of a user's own may write the first token itself.
         if np.array_equal(token_ids[: len(first_ids)], first_ids):
             return token_ids
@@ -190,6 +204,16 @@ class Renderer:
     def encode(self, text: str) -> np.ndarray:
         """Return [N] int32: the tokens of a text, without special tokens around it."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    def _check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Raise RefusedMessageError if a description contains the text of a special token."""
+        for tool in tools:
+            token = self._control.find_first(json.dumps(tool, ensure_ascii=False))
+            if token is not None:
+                raise RefusedMessageError(
+                    f"the text of the special token {token!r} stands in the description of the "
+                    f"tool {tool['function']['name']!r}: remove the text"
+                )
 
     def _encode_messages(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]

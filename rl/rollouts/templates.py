@@ -5,14 +5,17 @@ Raw text, ChatML, or the tokenizer's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from rl.models.files.tokenizer import IM_END, IM_START
-from rl.rollouts.replies import find_open_thought
+from rl.rollouts.replies import find_open_thought, split_reply
 from rl.types import Message
+
+CallFormat = Literal["hermes", "llama"]
+"""Form of tool calls in a reply: `<tool_call>{...}</tool_call>`, or a bare JSON object."""
 
 NO_THOUGHTS = "<think>\n\n</think>\n\n"
 """Beginning of a reply in Qwen3's own template if `enable_thinking` is false."""
@@ -22,6 +25,21 @@ REPLIED = Message(role="assistant", content="This is said in reply.")
 ASKED_AGAIN = Message(role="user", content="What is said then?")
 REPLIED_AGAIN = Message(role="assistant", content="That is said in reply again.")
 TOLD = Message(role="tool", content="This comes from a tool.")
+PROBED_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe_of_tools",
+        "description": "Probe.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+PROBED_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"type": "function", "function": {"name": "probe_of_tools", "arguments": {"key": "value"}}}
+    ],
+}
 """Probe conversation that no template has a reason to change; each text occurs in it once."""
 
 REWRITTEN_REPLIES = {
@@ -52,6 +70,8 @@ class RawText:
     """Text between messages, and between a reply and the next message."""
     tool_framing: ClassVar[str] = ""
     opens_thought: ClassVar[str] = ""
+    call_format: ClassVar[CallFormat] = "hermes"
+    reads_tools: ClassVar[bool] = False
 
     @property
     def framing(self) -> str:
@@ -80,6 +100,8 @@ class ChatML:
     framing: ClassVar[str] = f"{IM_START}{IM_END}"
     tool_framing: ClassVar[str] = "<tool_response></tool_response>"
     opens_thought: ClassVar[str] = ""
+    call_format: ClassVar[CallFormat] = "hermes"
+    reads_tools: ClassVar[bool] = False
 
     reply_begins: str = ""
     """Text at the beginning of every reply: `NO_THOUGHTS` for Qwen3 without thinking."""
@@ -153,6 +175,10 @@ class TokenizerTemplate:
         # second question.
         self.framing = next(filter(None, map(self._find_framing, probes)), "")
         self.tool_framing = self._find_framing([ASKED, REPLIED, TOLD])
+        call_format = self._find_call_format()
+        self.call_format: CallFormat = call_format or "hermes"
+        # Tools are announced in a form that is read here, or not by the template.
+        self.reads_tools = call_format is not None and self._has_tool_announcement()
         # A template that cannot continue a conversation still serves tasks of a single turn, so
         # the reason is kept until somebody asks for more.
         self.end_of_turn: str | None = None
@@ -166,8 +192,10 @@ class TokenizerTemplate:
         except ValueError as error:
             self._refusal = str(error)
 
-    def render_opening(self, messages: Sequence[Message]) -> str:
-        return self._render(messages)
+    def render_opening(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        return self._render(messages, tools=tools)
 
     def render_continuation(self, messages: Sequence[Message]) -> str:
         self.check_multi_turn()
@@ -187,9 +215,17 @@ class TokenizerTemplate:
                 "tokenizer has their tokens, or raw)"
             )
 
-    def _render(self, messages: Sequence[Message], *, opens_reply: bool = True) -> str:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        *,
+        opens_reply: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         dicts = [{"role": m.role, "content": m.content} for m in messages]
         options = {"tokenize": False, "add_generation_prompt": opens_reply, **self.options}
+        if tools:
+            options["tools"] = list(tools)
         try:
             return str(self.tokenizer.apply_chat_template(dicts, **options))
         except list_render_errors() as error:
@@ -212,6 +248,26 @@ class TokenizerTemplate:
         for m in messages:
             text = text.replace(m.content, " ")
         return text
+
+    def _find_call_format(self) -> CallFormat | None:
+        """Return the form of the calls that the template writes; None if it is another or none."""
+        asked = {"role": ASKED.role, "content": ASKED.content}
+        options = {"tokenize": False, "tools": [PROBED_TOOL], **self.options}
+        try:
+            text = str(self.tokenizer.apply_chat_template([asked, PROBED_CALL], **options))
+        except list_render_errors():
+            return None
+        written = text.rpartition(ASKED.content)[2]
+        # Some templates write XML between the marks of a call, which is another form.
+        if any(part.kind == "call" and not part.problem for part in split_reply(written)):
+            return "hermes"
+        return "llama" if '"name": "probe_of_tools", "parameters"' in written else None
+
+    def _has_tool_announcement(self) -> bool:
+        try:
+            return "probe_of_tools" in self._render([ASKED], tools=[PROBED_TOOL])
+        except ValueError:
+            return False
 
     def _find_end_of_turn(self, stop_token_ids: tuple[int, ...]) -> str:
         """Return the token after a reply, on whose two sides text is tokenized independently."""
@@ -275,5 +331,6 @@ Template = RawText | ChatML | TokenizerTemplate
 follows a reply, up to the next one. `end_of_turn` ends a reply; None: the tokenizer's end token.
 `framing` and `tool_framing` are texts with the tokens that the template writes around the messages
 of people and model, and of tools. Every reply begins with `opens_thought`: the mark of a thought
-and perhaps its first words, or nothing.
+and perhaps its first words, or nothing. With `reads_tools`, `render_opening` takes descriptions of
+tools and announces them; `call_format` is the form in which the model then calls them.
 """

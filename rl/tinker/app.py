@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from tinker.types.try_again_response import TryAgainResponse
 
-from rl.tinker.auth import COMPATIBLE_PATHS, KEY_HEADER, AccessGuard, Keys
+from rl.tinker.auth import COMPATIBLE_PATHS, KEY_HEADER, Keys, TinkerGuard
 from rl.tinker.service.service import Service
 from rl.tinker.types import TinkerError
 from rl.tinker.wire.codec import PROTOBUF
@@ -120,7 +120,7 @@ def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> 
     app.add_exception_handler(RequestValidationError, _answer_validation_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_unexpected)
-    app.add_middleware(AccessGuard, keys=keys, hosts=hosts, limits=service.limits)
+    app.add_middleware(TinkerGuard, keys=keys, hosts=hosts, limits=service.limits)
     app.add_api_route(f"{API_PREFIX}/healthz", _answer_health, methods=["GET"])
     router = APIRouter()
     _add_calls(router, service)

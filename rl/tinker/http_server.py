@@ -10,25 +10,22 @@ import asyncio
 import contextlib
 import faulthandler
 import gc
-import resource
 import secrets
 import socket
 import stat
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import uvicorn
-
 from rl.config.configurable import Configurable
 from rl.config.registry import RunRequest
 from rl.config.tree import check_bounds
+from rl.http.server import format_url, listen, make_server, raise_open_files
 from rl.observability.console import print_line
 from rl.tinker.app import make_app
-from rl.tinker.auth import KEY_PREFIX, Keys, limit_connections, read_keys
+from rl.tinker.auth import KEY_PREFIX, Keys, read_keys
 from rl.tinker.backend import TinkerBackend
 from rl.tinker.compat import end_by_signal
 from rl.tinker.service.service import Service
@@ -43,17 +40,6 @@ ANY_KEY = (
     "without keys_file any key is accepted: every user of this machine can use this server, and "
     "reach the models and checkpoints of a key that is easily guessed"
 )
-HEADER_BYTES = 65_536
-"""Bytes of a request's line and headers."""
-BACKLOG = 128
-"""Connections that the kernel keeps until they are accepted. asyncio accepts as many at a time, and
-logs an error for each of them that it cannot open a file for."""
-OPEN_FILES = 16_384
-"""Open files that a server process asks for."""
-WRITE_TIMEOUT_S = 30.0
-"""Time after which the kernel closes a connection whose client does not take its answer."""
-DRAIN_TIMEOUT_S = 5.0
-"""Time for answers in progress once the server is stopping."""
 MEMORY_S = 10.0
 """Time between two looks whether freed memory can be given back."""
 END_TIMEOUT_S = 40.0
@@ -246,28 +232,7 @@ async def serve(
     """Start the service, call `ready` with its URL, answer requests until `stop` is set, and close
     the service.
     """
-    server = uvicorn.Server(
-        uvicorn.Config(
-            make_app(service, keys=keys, hosts=hosts),
-            http="h11",  # It has a limit on the bytes of headers.
-            h11_max_incomplete_event_size=HEADER_BYTES,
-            limit_concurrency=limit_connections(),
-            backlog=BACKLOG,
-            lifespan="off",
-            ws="none",
-            # Clients without a key can cause warnings, and the application logs its errors itself.
-            log_level="critical",
-            access_log=False,
-            server_header=False,
-            # Longer than a client's pause between calls; otherwise the client writes to a closing
-            # connection.
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(DRAIN_TIMEOUT_S),
-        )
-    )
-    # uvicorn's own handlers would end the process by the signal itself, and in a thread of a
-    # notebook they cannot be installed.
-    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
+    server = make_server(make_app(service, keys=keys, hosts=hosts))
 
     async def run() -> None:
         await service.start()
@@ -323,36 +288,3 @@ def _stop_on_signals() -> Iterator[asyncio.Event]:
 
     with handle_end_signals(handle, loop=loop):
         yield stop
-
-
-def raise_open_files() -> None:
-    """Raise this process's soft limit on open files, often 1,024, within its hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < (most := min(OPEN_FILES, hard)):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-@contextlib.contextmanager
-def listen(host: str, port: int) -> Iterator[socket.socket]:
-    """Listen on a socket; raise ValueError if the address is unavailable."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio disables Nagle's algorithm, 40 ms of each answer, only on sockets whose protocol is
-    # TCP.
-    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if sys.platform == "linux":  # Connections inherit the option, which other systems lack.
-            timeout_ms = round(1000 * WRITE_TIMEOUT_S)
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
-        try:
-            listener.bind((host, port))
-            listener.listen(BACKLOG)
-        except OSError as error:
-            raise ValueError(
-                f"host={host!r}, port={port}: cannot listen there: {error.strerror}"
-            ) from None
-        yield listener
-
-
-def format_url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

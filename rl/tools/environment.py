@@ -8,7 +8,6 @@ from rl.config.tree import check_bounds
 from rl.tools.tool import (
     BadCall,
     Tool,
-    ToolCall,
     ToolError,
     ToolTimeoutError,
     announce,
@@ -16,7 +15,7 @@ from rl.tools.tool import (
     find_tool,
     parse_calls,
 )
-from rl.types import Message, Observation, Problem, Reply
+from rl.types import Message, Observation, Problem, Reply, ToolCall
 from rl.utils.clock import now_s
 from rl.utils.threads import gather_or_cancel
 

@@ -34,8 +34,8 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names that every chat format can carry."""
 
 
-class Tool(Protocol):
-    """A function that a model may call. All episodes share one object, and its calls overlap."""
+class ToolDescription(Protocol):
+    """A tool as a model reads of it."""
 
     @property
     def name(self) -> str:
@@ -51,6 +51,10 @@ class Tool(Protocol):
     def parameters(self) -> Mapping[str, Any]:
         """JSON schema (draft 2020-12) of the arguments, of type object."""
         ...
+
+
+class Tool(ToolDescription, Protocol):
+    """A function that a model may call. All episodes share one object, and its calls overlap."""
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Return the text that the model is shown. `arguments` already fit `parameters`.
@@ -171,7 +175,7 @@ class BadCall:
     error: str
 
 
-def check_tools(tools: Sequence[Tool]) -> None:
+def check_tools(tools: Sequence[ToolDescription]) -> None:
     """Raise ValueError if a name or a schema is invalid, or if two tools share a name."""
     names = [tool.name for tool in tools]
     for tool in tools:
@@ -229,7 +233,7 @@ def find_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
     return tool
 
 
-def announce(tools: Sequence[Tool], system: str = "") -> str:
+def announce(tools: Sequence[ToolDescription], system: str = "") -> str:
     """Return a system message with `system`, the tools, and how to call them.
 
     The wording is exactly Qwen3's.
@@ -249,7 +253,7 @@ def announce(tools: Sequence[Tool], system: str = "") -> str:
     )
 
 
-def describe(tool: Tool) -> dict[str, Any]:
+def describe(tool: ToolDescription) -> dict[str, Any]:
     """Return the tool as chat templates and OpenAI-compatible servers expect it."""
     function = {
         "name": tool.name,

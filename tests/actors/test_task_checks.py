@@ -127,10 +127,10 @@ def test_trial_of_the_rubric_has_the_time_to_start_that_the_run_has(scored_here)
 class Unrenderable(TwinRenderer):
     """Renderer that rejects some messages."""
 
-    def opening(self, messages):
+    def opening(self, messages, *, tools=()):
         if messages[-1].content == "odd":
             raise ValueError("the template has no form for 'odd'")
-        return super().opening(messages)
+        return super().opening(messages, tools=tools)
 
 
 def test_dropped_long_training_prompts_must_still_render():

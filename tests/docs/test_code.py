@@ -34,10 +34,10 @@ from rl.rollouts.rubric import Rubric
 from rl.rollouts.samples import make_demonstration_sample
 from rl.run_rules import RULES
 from rl.tasks.sum_digits import SumDigits, make_problem
-from rl.tools.tool import ToolCall, render_call
+from rl.tools.tool import render_call
 from rl.training.engine import TrainingEngine
 from rl.training.failures import write_batch
-from rl.types import Problem
+from rl.types import Problem, ToolCall
 from rl.weights.store import WeightStore
 from tests.support.fakes import RENDERER, FakePolicy, RubricRewarder
 from tests.support.loops import ListedTask, half_right, make_loop

@@ -12,7 +12,8 @@ from rl.rollouts.replies import (
     is_thought_open,
     split_reply,
 )
-from rl.tools.tool import BadCall, ToolCall, parse_calls, render_call
+from rl.tools.tool import BadCall, parse_calls, render_call
+from rl.types import ToolCall
 
 
 def write(text):

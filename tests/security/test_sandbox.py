@@ -16,7 +16,8 @@ from rl.rollouts.judge import LabelGrade, NumberGrade
 from rl.rollouts.replies import CALL_OPEN
 from rl.tools import sandbox
 from rl.tools.sandbox import PythonSandbox
-from rl.tools.tool import BadCall, ToolCall, parse_calls
+from rl.tools.tool import BadCall, parse_calls
+from rl.types import ToolCall
 from tests.support.forked import answer_in_fork
 from tests.support.kernels import become_nobody, refuse_users
 

@@ -23,10 +23,11 @@ import pytest
 from starlette.responses import Response
 from tinker.proto import tinker_public_pb2 as pb
 
+from rl.http.server import listen
 from rl.tinker import http_server
-from rl.tinker.auth import AccessGuard, Keys
+from rl.tinker.auth import Keys, TinkerGuard
 from rl.tinker.base_model import BaseModelFolder
-from rl.tinker.http_server import TinkerServer, listen, lock_storage, serve
+from rl.tinker.http_server import TinkerServer, lock_storage, serve
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.service.futures import REQUEST_BYTES
 from rl.tinker.service.service import Service
@@ -269,7 +270,7 @@ def test_answer_that_nobody_takes_closes_its_connection(tmp_path, monkeypatch):
 def test_client_is_told_to_wait_for_no_more_samples_than_its_share_of_connections(
     tmp_path, monkeypatch, connections, samples
 ):
-    monkeypatch.setattr("rl.tinker.auth.MAX_CONNECTIONS", connections)
+    monkeypatch.setattr("rl.http.guard.MAX_CONNECTIONS", connections)
     monkeypatch.setattr("resource.getrlimit", lambda which: (10_000, 10_000))
     service = fake_service(tmp_path)
     config = asyncio.run(service.get_client_config(cast(Any, None)))
@@ -285,7 +286,7 @@ def test_paths_without_a_key_take_no_body():
         async def app(scope, receive, send):
             await Response("open")(scope, receive, send)
 
-        guard = AccessGuard(app, keys=Keys([KEY]), hosts=None, limits=Limits())
+        guard = TinkerGuard(app, keys=Keys([KEY]), hosts=None, limits=Limits())
         transport = httpx.ASGITransport(guard)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost", timeout=5
@@ -301,8 +302,9 @@ def test_paths_without_a_key_take_no_body():
 
 
 def test_bodies_and_requests_of_one_key_leave_room_for_those_of_another(monkeypatch):
-    for name, value in (("SMALL_BYTES", 100), ("ALL_BODIES_BYTES", 300), ("MAX_CONNECTIONS", 10)):
-        monkeypatch.setattr(f"rl.tinker.auth.{name}", value)
+    monkeypatch.setattr("rl.tinker.auth.SMALL_BYTES", 100)
+    for name, value in (("ALL_BODIES_BYTES", 300), ("MAX_CONNECTIONS", 10)):
+        monkeypatch.setattr(f"rl.http.guard.{name}", value)
 
     async def endless():
         yield b"x" * 60
@@ -312,7 +314,7 @@ def test_bodies_and_requests_of_one_key_leave_room_for_those_of_another(monkeypa
         async def app(scope, receive, send):
             await Response("called")(scope, receive, send)
 
-        guard = AccessGuard(app, keys=Keys([KEY, OTHER]), hosts=None, limits=Limits())
+        guard = TinkerGuard(app, keys=Keys([KEY, OTHER]), hosts=None, limits=Limits())
         transport = httpx.ASGITransport(guard)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost/api/v1/"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -50,7 +50,9 @@ class TwinRenderer(Renderer):
     def __init__(self) -> None:
         self.tokenizer = TwinTokenizer()
 
-    def opening(self, messages: Sequence[Message]) -> np.ndarray:
+    def opening(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> np.ndarray:
         return self._ids("".join(f"<{m.role[0]}>{m.content}" for m in messages) + "<a>")
 
     def continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:

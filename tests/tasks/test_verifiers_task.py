@@ -15,8 +15,8 @@ import pytest
 
 from rl.rollouts.rubric import UnparsedAnswer
 from rl.tasks.verifiers_task import VerifiersTask, get_episode_reward
-from rl.tools.tool import ToolCall, render_call
-from rl.types import Problem, Reply
+from rl.tools.tool import render_call
+from rl.types import Problem, Reply, ToolCall
 from rl.utils.threads import LoopThread
 from tests.support.chat_server import ChatServer
 from tests.support.fakes import completion

@@ -9,7 +9,8 @@ import pytest
 from starlette.responses import Response
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
-from rl.tinker.auth import AccessGuard, Keys, Shares, read_keys
+from rl.http.guard import Shares
+from rl.tinker.auth import Keys, TinkerGuard, read_keys
 from rl.tinker.service.futures import REQUEST_BYTES
 from rl.tinker.types import Limits
 from rl.tinker.wire.codec import PROTOBUF
@@ -73,8 +74,9 @@ def test_unsafe_key_is_refused_and_not_shown(tmp_path, text, mode, said):
 @pytest.fixture
 def small_bodies(monkeypatch):
     """Permit bodies of 100 bytes with tensors, 60 of a sample, 40 of others, and 1,000 of all."""
-    for name, value in (("JSON_BYTES", 60), ("SMALL_BYTES", 40), ("ALL_BODIES_BYTES", 1000)):
+    for name, value in (("JSON_BYTES", 60), ("SMALL_BYTES", 40)):
         monkeypatch.setattr(f"rl.tinker.auth.{name}", value)
+    monkeypatch.setattr("rl.http.guard.ALL_BODIES_BYTES", 1000)
 
 
 TENSORS, SAMPLE = "/api/v1/forward_backward", "/api/v1/asample"
@@ -87,7 +89,7 @@ class Guarded:
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.num_calls = 0
-        self._guard = AccessGuard(
+        self._guard = TinkerGuard(
             self._answer, keys=keys or Keys(), hosts=hosts, limits=Limits(body_bytes=100)
         )
 
@@ -172,7 +174,7 @@ def test_host_is_checked():
 
 
 def test_body_that_does_not_arrive_times_out(monkeypatch):
-    monkeypatch.setattr("rl.tinker.auth.BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("rl.http.guard.BODY_TIMEOUT_S", 0.05)
     answer = post(chunks(b"a", ends=False))
     assert answer.status_code == 408
     assert answer.json() == {"detail": "the body did not arrive within 0.05 s"}
@@ -191,7 +193,7 @@ def test_share_of_an_owner_is_what_remains_free():
 
 
 def test_key_holds_at_most_the_bytes_that_it_leaves_free(monkeypatch):
-    monkeypatch.setattr("rl.tinker.auth.ALL_BODIES_BYTES", 200)
+    monkeypatch.setattr("rl.http.guard.ALL_BODIES_BYTES", 200)
 
     async def scenario():
         app = Guarded()

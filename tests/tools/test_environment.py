@@ -4,8 +4,8 @@ import pytest
 
 from rl.tools.calculator import Calculator
 from rl.tools.environment import ToolEnvironment
-from rl.tools.tool import FunctionTool, ToolCall, announce, render_call
-from rl.types import Message, Problem, Reply
+from rl.tools.tool import FunctionTool, announce, render_call
+from rl.types import Message, Problem, Reply, ToolCall
 from tests.support.fakes import completion
 
 PROBLEM = Problem(id="p/0", question="What is 6 times 7?", answer="42")

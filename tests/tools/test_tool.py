@@ -9,7 +9,6 @@ from rl.tools.calculator import Calculator
 from rl.tools.tool import (
     BadCall,
     FunctionTool,
-    ToolCall,
     ToolError,
     ToolTimeoutError,
     announce,
@@ -19,6 +18,7 @@ from rl.tools.tool import (
     parse_calls,
     render_call,
 )
+from rl.types import ToolCall
 from tests.support.chat_templates import TEMPLATES
 
 QWEN3 = (TEMPLATES / "qwen3.jinja").read_text()

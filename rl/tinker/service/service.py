@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from tinker import types as wire
 from tinker.types.try_again_response import TryAgainResponse
 
-from rl.tinker.auth import limit_connections
+from rl.http.guard import limit_connections
 from rl.tinker.backend import TinkerBackend
 from rl.tinker.service.futures import Background, Futures, Result
 from rl.tinker.service.sampling import OpenWeights, SamplingSessions

@@ -1,0 +1,363 @@
+"""Record of an episode: the conversations that an agent has with the model, token for token.
+
+A request continues the recorded conversation whose messages it repeats, and only its new messages
+are rendered. Any other request begins a conversation. Tokens that the model has sampled are never
+tokenized again: a rewritten history that quotes a recorded reply gets the tokens of that reply.
+
+    requests of an agent            turns (recorded)          branches (rl/agents/branches.py)
+    [s, u1]                         0: s, u1      -> a1       0 1    main
+    [s, u1, a1, t1]                 1: t1         -> a2       2      main, rewritten
+    [s, summary]                    2: s, summary -> a3       0 3    main, fork
+    [s, u1, a1, other]              3: other      -> a4
+
+Messages are compared in a canonical form: arguments of calls as JSON with sorted keys, and an
+assistant's text without white space around it. Ids, thoughts and parameters do not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from rl.agents.types import ChatRequest, ToolSpec
+from rl.rollouts.control_tokens import RefusedMessageError
+from rl.rollouts.renderer import Renderer
+from rl.rollouts.samples import make_demonstrated_completion
+from rl.rollouts.templates import CallFormat
+from rl.tools.tool import announce, describe, render_call
+from rl.types import Completion, Message, ToolCall, Turn
+
+Relation = Literal["", "rewritten", "system", "tools", "template"]
+"""What a conversation without a recorded beginning has changed of one with a beginning.
+
+rewritten: its history; system, tools: its system message or its tools; template: nothing, but the
+renderer cannot continue it; "": it has nothing in common with any.
+"""
+
+
+class RequestError(ValueError):
+    """A conversation that cannot be answered; the message is for the client."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlannedTurn:
+    """A turn without its reply."""
+
+    number: int
+    """Place in the order of the requests."""
+    parent: int | None
+    """Number of the turn that it continues; None: it begins a conversation."""
+    relation: Relation
+    origin: int | None
+    """Number of a turn of the conversation that `relation` speaks of."""
+    messages: tuple[Message, ...]
+    """Messages since the parent's reply, or the whole conversation."""
+    prompt_ids: np.ndarray
+    """[N] int32, these messages as tokens."""
+    context_ids: np.ndarray
+    """[T] int32, every token that the model reads."""
+    digests: Digests
+    has_tools: bool
+    model: str
+    """Model that the client asked for."""
+    role: str = ""
+    """Role of the conversation as the client named it; empty: it did not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RecordedTurn:
+    """A turn with its reply."""
+
+    plan: PlannedTurn
+    turn: Turn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Digests:
+    """Digests of the beginnings of a request's conversation: place i is of messages 0 to i."""
+
+    full: list[bytes]
+    """Of tools and messages."""
+    messages: list[bytes]
+    """Of the messages alone."""
+    bare: list[bytes]
+    """Of the messages without system messages."""
+    opening: bytes
+    """Of the tools and the system messages."""
+
+    @classmethod
+    def of(cls, request: ChatRequest) -> Digests:
+        each = [_digest_message(m) for m in request.messages]
+        tools = _digest_tools(request.tools)
+        of_system, bare = [], []
+        for message, digest in zip(request.messages, each, strict=True):
+            is_system = message.role == "system"
+            of_system += [digest] * is_system
+            bare.append(b"" if is_system else digest)
+        return cls(
+            full=_chain(b"full" + tools, each),
+            messages=_chain(b"messages", each),
+            bare=_chain(b"bare", bare),
+            opening=_chain(b"opening" + tools, of_system or [b""])[-1],
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class EpisodeRecord:
+    """The turns of one episode.
+
+    Example:
+        plan = record.plan(request)
+        completion = await draw(plan.context_ids)
+        record.add(plan, completion, text=text, told=Message(role="assistant", content="4"))
+    """
+
+    renderer: Renderer
+    turns: dict[int, RecordedTurn] = field(default_factory=dict)
+    """Answered turns by number."""
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _ends: dict[bytes, int] = field(default_factory=dict)
+    """Turn that ends a conversation with this digest, of any of the three kinds."""
+    _replies: dict[bytes, int] = field(default_factory=dict)
+    """Last turn with a reply, by the reply's digest."""
+    _openings: dict[bytes, int] = field(default_factory=dict)
+    """First turn that begins a conversation, by the digest of its opening."""
+    _asked: dict[tuple[int | None, bytes], PlannedTurn] = field(default_factory=dict)
+    """Last turn that asked the same, by its parent and the digest of the whole request."""
+
+    def plan(self, request: ChatRequest, *, role: str = "") -> PlannedTurn:
+        """Find the conversation that a request continues, and render what is new.
+
+        Raises:
+            RequestError: the messages are none that a model could answer.
+            RefusedMessageError: a text in them cannot be encoded.
+        """
+        _check_order(request.messages)
+        digests = Digests.of(request)
+        last = _find_last_reply(request.messages)
+        parent = None if last is None else self._ends.get(digests.full[last])
+        relation: Relation = ""
+        origin, num_known, prompt_ids = None, 0, None
+        if parent is not None and last is not None:
+            num_known = last + 1
+            prompt_ids = self._continue(request, digests, parent=parent, begin=num_known)
+        if prompt_ids is None:
+            relation, origin = self._relate(request, digests, last=last, refused=parent)
+            parent, num_known = None, 0
+            prompt_ids = self._render_whole(request, digests)
+
+        context = [prompt_ids]
+        if parent is not None:
+            # The tokens of the conversation so far come from the record.
+            before = self.turns[parent]
+            context = [before.plan.context_ids, before.turn.completion.token_ids, prompt_ids]
+        plan = PlannedTurn(
+            number=next(self._numbers),
+            parent=parent,
+            relation=relation,
+            origin=origin,
+            messages=request.messages[num_known:],
+            prompt_ids=prompt_ids,
+            context_ids=np.concatenate(context),
+            digests=digests,
+            has_tools=bool(request.tools),
+            model=request.model,
+            role=role,
+        )
+        self._asked[parent, digests.full[-1]] = plan
+        if parent is None:
+            self._openings.setdefault(digests.opening, plan.number)
+        return plan
+
+    def add(self, plan: PlannedTurn, completion: Completion, *, text: str, told: Message) -> None:
+        """Record a reply; `told` is the message that the client was told."""
+        turn = Turn(
+            messages=plan.messages, prompt_ids=plan.prompt_ids, completion=completion, text=text
+        )
+        self.turns[plan.number] = RecordedTurn(plan=plan, turn=turn)
+        reply = _digest_message(told)
+        self._replies[reply] = plan.number
+        for beginnings in (plan.digests.full, plan.digests.messages, plan.digests.bare):
+            (end,) = _chain(beginnings[-1], [reply])
+            self._ends[end] = plan.number
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answered turns, each once."""
+        num = 0
+        for recorded in self.turns.values():
+            num += len(recorded.turn.prompt_ids) + len(recorded.turn.completion.token_ids)
+        return num
+
+    # Finding
+
+    def _relate(
+        self, request: ChatRequest, digests: Digests, *, last: int | None, refused: int | None
+    ) -> tuple[Relation, int | None]:
+        """Return what a new conversation has changed, and a turn of the one it changed."""
+        if refused is not None:
+            return "template", refused
+        if last is not None:
+            by_messages = self._ends.get(digests.messages[last])
+            if by_messages is not None:
+                return "tools", by_messages
+            by_bare = self._ends.get(digests.bare[last])
+            if by_bare is not None:
+                return "system", by_bare
+        for m in reversed(request.messages):
+            quoted = self._replies.get(_digest_message(m)) if m.role == "assistant" else None
+            if quoted is not None:
+                return "rewritten", quoted
+        # Histories are often replaced by a summary, under the same system message and tools.
+        same = self._openings.get(digests.opening)
+        return ("", None) if same is None else ("rewritten", same)
+
+    # Rendering
+
+    def _continue(
+        self, request: ChatRequest, digests: Digests, *, parent: int, begin: int
+    ) -> np.ndarray | None:
+        """Return the tokens of the messages from `begin` on; None if the renderer refuses them."""
+        asked = self._asked.get((parent, digests.full[-1]))
+        if asked is not None:
+            return asked.prompt_ids
+        completion = self.turns[parent].turn.completion
+        try:
+            return self.renderer.continuation(request.messages[begin:], after=completion)
+        except RefusedMessageError:
+            raise
+        except ValueError:  # by the template, for these messages
+            return None
+
+    def _render_whole(self, request: ChatRequest, digests: Digests) -> np.ndarray:
+        """Return the tokens of a whole conversation, with recorded replies as they were sampled."""
+        asked = self._asked.get((None, digests.full[-1]))
+        if asked is not None:
+            return asked.prompt_ids
+        opening, *rounds = _split_rounds(request.messages)
+        try:
+            parts = [self._open(opening, request.tools)]
+            for reply, further in rounds:
+                completion = self._find_reply(reply)
+                parts += [
+                    completion.token_ids,
+                    self.renderer.continuation(further, after=completion),
+                ]
+        except RefusedMessageError:
+            raise
+        except ValueError as error:
+            raise RequestError(f"messages cannot be rendered for this model: {error}") from error
+        return np.concatenate(parts)
+
+    def _open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> np.ndarray:
+        """Return the tokens of the first messages, with the announcement of the tools."""
+        if not tools:
+            return self.renderer.opening(messages)
+        if self.renderer.template.reads_tools:
+            return self.renderer.opening(messages, tools=[describe(tool) for tool in tools])
+        system, others = "", messages
+        if messages and messages[0].role == "system":
+            system, others = messages[0].content, messages[1:]
+        announced = Message(role="system", content=announce(tools, system or self.renderer.system))
+        return self.renderer.opening([announced, *others])
+
+    def _find_reply(self, reply: Message) -> Completion:
+        """Return a recorded reply, or an assistant's message that the model has not written."""
+        number = self._replies.get(_digest_message(reply))
+        if number is not None:
+            return self.turns[number].turn.completion
+        text = write_reply(reply, call_format=self.renderer.template.call_format)
+        return make_demonstrated_completion(self.renderer.reply(text))
+
+
+def write_reply(reply: Message, *, call_format: CallFormat) -> str:
+    """Return the text with which a model would have written an assistant's message."""
+    texts = [reply.content] if reply.content else []
+    for call in reply.calls:
+        if call_format == "hermes":
+            texts.append(render_call(call))
+        else:
+            value = {"name": call.name, "parameters": dict(call.arguments)}
+            texts.append(json.dumps(value, ensure_ascii=False))
+    return "\n".join(texts)
+
+
+def _check_order(messages: Sequence[Message]) -> None:
+    if not messages:
+        raise RequestError("messages is empty: the model needs at least one message")
+    if messages[-1].role == "assistant":
+        raise RequestError(
+            "the last message is the assistant's: a reply cannot be continued, end with a message "
+            "to the model"
+        )
+    for before, after in itertools.pairwise(messages):
+        if before.role == after.role == "assistant":
+            raise RequestError("two messages of the assistant in a row: join them")
+
+
+def _find_last_reply(messages: Sequence[Message]) -> int | None:
+    """Return the place of the assistant's last message."""
+    for place in range(len(messages) - 1, -1, -1):
+        if messages[place].role == "assistant":
+            return place
+    return None
+
+
+def _split_rounds(messages: Sequence[Message]) -> list[Any]:
+    """Return the messages before the first reply, then each reply with the messages after it."""
+    opening: list[Message] = []
+    rounds: list[tuple[Message, list[Message]]] = []
+    for m in messages:
+        if m.role == "assistant":
+            rounds.append((m, []))
+        elif rounds:
+            rounds[-1][1].append(m)
+        else:
+            opening.append(m)
+    return [opening, *rounds]
+
+
+# Canonical forms
+
+
+def _digest_message(message: Message) -> bytes:
+    is_reply = message.role == "assistant"
+    content = message.content.strip() if is_reply else message.content
+    return _digest([message.role, content, [_describe_call(call) for call in message.calls]])
+
+
+def _describe_call(call: ToolCall) -> list[Any]:
+    return [call.name, dict(call.arguments)]
+
+
+def _digest_tools(tools: Iterable[ToolSpec]) -> bytes:
+    """Return a digest that does not depend on the order of the tools."""
+    return b"".join(sorted(_digest([t.name, t.description, dict(t.parameters)]) for t in tools))
+
+
+def _digest(value: Any) -> bytes:
+    # Halves of surrogate pairs, which JSON may contain, have no encoding of their own.
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True, default=_to_plain)
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+def _chain(start: bytes, digests: Iterable[bytes]) -> list[bytes]:
+    """Return the digest of each beginning of a list; an empty entry adds nothing."""
+    chained = []
+    for digest in digests:
+        if digest:
+            start = hashlib.blake2b(start + digest, digest_size=16).digest()
+        chained.append(start)
+    return chained
