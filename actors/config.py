@@ -9,6 +9,7 @@ import shlex
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from actors.agents import AgentEndpoint
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
@@ -322,6 +323,8 @@ class ClusterConfig(Configurable.Config):
     trainer: PolicyTrainer.Config
     generator: VLLMGenerator.Config
     reward: RewardActor.Config = field(default_factory=RewardActor.Config)
+    agents: AgentEndpoint.Config | None = None
+    """Endpoint of the agents of a task that has some (`rl.agents.task`); None for other tasks."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)

@@ -54,7 +54,8 @@ from losses.types import uses_proximal_logprobs
 from rl.config.configurable import Configurable
 from rl.config.json import list_changed_fields, to_dict
 from rl.config.registry import ExplanationForm, RunRequest
-from rl.loop.loop import Loop, RolloutSetup
+from rl.loop.loop import Loop
+from rl.loop.setup import RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.loop.stop_request import StopRequest
 from rl.observability.console import describe_results, print_line
@@ -318,6 +319,7 @@ class Training:
                 max_sequence_tokens=config.generator.max_model_len,
                 seed=config.seed,
                 thread=plan.environments.thread,
+                agents=run.agents,
             ),
             sinks=outputs if run.limits is None else [LimitSink(limits=run.limits, sinks=outputs)],
             checkpoints=StepCheckpoints(

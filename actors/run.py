@@ -22,10 +22,12 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.cluster.agents import open_player
 from actors.cluster.clients import Router, TrainerClient, make_router
 from actors.cluster.cluster import Cluster, find_network_use, start_cluster
 from actors.cluster.publisher import GeneratorPool
 from actors.cluster.rewarder import open_rewarder
+from actors.cluster.starter import AgentSetup
 from actors.config import RunConfig
 from actors.launch.calls import ActorCallError
 from actors.launch.cleanup import guard_temporary_files
@@ -36,6 +38,8 @@ from actors.launch.placement import count_gpus, fit_to_devices
 from actors.preflight.explain import find_options_set_in_vain
 from actors.preflight.limits import measure_run_limits
 from actors.preflight.plan import Plan, describe_data, make_plan
+from rl.agents.rollouts import AgentPlayer
+from rl.agents.task import get_program
 from rl.config.json import list_changed_fields, to_dict, write_defaults, write_json
 from rl.config.registry import RunRequest
 from rl.config.tree import check_fields, find_input_paths, replace_values
@@ -92,6 +96,8 @@ class Run:
     trainer: TrainerClient
     publisher: GeneratorPool
     rewarder: Rewarder
+    agents: AgentPlayer | None
+    """Player of the task's agents; None for a task without agents."""
     limits: RunLimits | None
     """Measured limits of the machine, with which steps are compared; None if unknown or turned off.
     """
@@ -230,7 +236,8 @@ def _check(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     plan = make_plan(config, resumes=resumes)
     if has_started_early():
         rubric = plan.task.rubric(seed=config.seed)
-        suit_network(config.launch, needs_network=find_network_use(config, rubric))
+        needs_network = find_network_use(config, rubric, get_program(plan.task))
+        suit_network(config.launch, needs_network=needs_network)
     return plan
 
 
@@ -347,7 +354,10 @@ async def start_actors(
                     )
                 print_line(cluster.network)
                 rewards = open_rewarder(cluster.reward, config=config.reward, rubric=rubric)
-                async with rewards as rewarder:
+                async with (
+                    rewards as rewarder,
+                    open_player(cluster.agents, config.agents) as agents,
+                ):
                     yield Run(
                         config=config,
                         plan=plan,
@@ -361,6 +371,7 @@ async def start_actors(
                         trainer=TrainerClient(cluster.trainer),
                         publisher=cluster.pool,
                         rewarder=rewarder,
+                        agents=agents,
                         limits=await _measure_limits(prepared, cluster),
                     )
                 # After an error the processes are killed: a clean end could wait for what failed.
@@ -378,6 +389,7 @@ async def _start_cluster(
     events: Events,
 ) -> Cluster:
     config, plan, folder = prepared.config, prepared.plan, prepared.folder
+    program = get_program(plan.task)
     return await start_cluster(
         _set_total_steps(config),
         launcher=launcher,
@@ -391,6 +403,7 @@ async def _start_cluster(
         # On policy nothing runs during a pull that it would wait for.
         drains=config.loop.max_off_policy_steps > 0 and config.generator.on_update == "drain",
         rubric=rubric,
+        agents=None if program is None else AgentSetup(program=program, renderer=plan.renderer),
         trainer_arguments={"model_spec": plan.start.spec, "failure_folder": str(folder.path)},
         events=events.add,
     )

@@ -42,7 +42,8 @@ import numpy as np
 
 from actors.cluster.group import ActorGroup
 from actors.config import Timeouts
-from rl.loop.loop import Loop, RolloutSetup
+from rl.loop.loop import Loop
+from rl.loop.setup import RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.observability import spans
 from rl.observability.metrics import MetricsWriter

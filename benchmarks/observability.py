@@ -36,7 +36,8 @@ import numpy as np
 
 from configs.sum_digits import tiny
 from rl.local import LocalBackend
-from rl.loop.loop import Loop, RolloutSetup
+from rl.loop.loop import Loop
+from rl.loop.setup import RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.models.files.hf import write_random_model
 from rl.models.files.tokenizer import open_tokenizer

@@ -23,7 +23,7 @@ from actors.cluster.parity import ParityText
 from actors.cluster.publisher import GeneratorPool
 from actors.cluster.recovery import AddEvent, ignore_event
 from actors.cluster.shared_devices import DeviceLock
-from actors.cluster.starter import RoleStarter
+from actors.cluster.starter import AgentSetup, RoleStarter, StartedRoles
 from actors.config import ClusterConfig
 from actors.launch.calls import (
     ActorCallError,
@@ -35,9 +35,11 @@ from actors.launch.calls import (
 from actors.launch.launcher import Launcher
 from actors.launch.member import LogSettings
 from actors.launch.placement import count_gpus, place_actors
+from rl.agents.program import AgentProgram
 from rl.models.spec import ModelSpec
 from rl.rollouts.rubric import Rubric
 from rl.utils.errors import RunError, list_causes
+from rl.utils.proxies import is_loopback
 from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ async def start_cluster(
     parity: ParityText | None = None,
     drains: bool = False,
     rubric: Rubric | None = None,
+    agents: AgentSetup | None = None,
     trainer_arguments: Mapping[str, Any] | None = None,
     events: AddEvent = ignore_event,
 ) -> Cluster:
@@ -71,12 +74,14 @@ async def start_cluster(
         hf_assets_path: folder that trainer and generators are set up from.
         parity, drains: see `GeneratorPool`.
         rubric: needed if there are reward processes.
+        agents: needed if there is an endpoint for agents.
         trainer_arguments: arguments of the trainer actor besides its config and the store.
         events: records losses and replacements of actors.
     """
     placements = place_actors(config, num_gpus=count_gpus())
     # Isolation and hosts come first: every process of the run starts inside of them.
-    needs_network = find_network_use(config, rubric)
+    program = None if agents is None else agents.program
+    needs_network = find_network_use(config, rubric, program)
     network = await launcher.start_hosts(config.launch, placements, needs_network=needs_network)
 
     starter = RoleStarter(
@@ -89,15 +94,12 @@ async def start_cluster(
         model_spec=model_spec,
         hf_assets_path=hf_assets_path,
         rubric=rubric,
+        agents=agents,
         trainer_arguments=dict(trainer_arguments or {}),
     )
-    trainer, *others = await starter.start_all()
-    reward = others.pop() if placements.reward is not None else None
     cluster = Cluster(
         starter,
-        trainer=trainer,
-        generators=others,
-        reward=reward,
+        started=await starter.start_all(),
         network=network,
         parity=parity,
         drains=drains,
@@ -106,14 +108,22 @@ async def start_cluster(
         # Generators that were up before have a copy of the first store, which is dead.
         await cluster.pool.use_store()
     if starter.restarts:
-        # A generator may die while no call waits for it.
-        for member in cluster.pool.members:
+        # A generator may die while no call waits for it, and so may the endpoint of agents.
+        watched = [*cluster.pool.members, *filter(None, [cluster.agents])]
+        for member in watched:
             launcher.run_in_background(member.watch(), name=f"watch over {member.name}")
     return cluster
 
 
-def find_network_use(config: ClusterConfig, rubric: Rubric | None) -> str | None:
-    """Return a reward function that needs the network where it is called, for a message."""
+def find_network_use(
+    config: ClusterConfig, rubric: Rubric | None, program: AgentProgram | None
+) -> str | None:
+    """Return what needs the network in actors, for a message."""
+    if program is not None and config.agents is not None:
+        if program.needs_network:
+            return "the agents of this task (task.needs_network)"
+        if not is_loopback(config.agents.host):
+            return f"the endpoint of agents at agents.host={config.agents.host!r}"
     if not config.reward.num_procs or rubric is None or not rubric.remote:
         return None
     return f"the reward function {rubric.remote[0]!r}, called in reward actors,"
@@ -122,17 +132,16 @@ def find_network_use(config: ClusterConfig, rubric: Rubric | None) -> str | None
 class Cluster:
     """The trainer, the generators and the reward processes of a run.
 
-    `trainer`, `reward` and the members of `pool` stay valid when the actors behind them are
-    replaced. `reward` is None if `config.reward.num_procs` is 0.
+    `trainer`, `reward`, `agents` and the members of `pool` stay valid when the actors behind them
+    are replaced. `reward` is None if `config.reward.num_procs` is 0, `agents` without
+    `config.agents`.
     """
 
     def __init__(
         self,
         starter: RoleStarter,
         *,
-        trainer: ActorGroup,
-        generators: Sequence[ActorGroup],
-        reward: ActorGroup | None,
+        started: StartedRoles,
         network: str,
         parity: ParityText | None,
         drains: bool,
@@ -146,9 +155,13 @@ class Cluster:
         self._supervisor = starter.supervisor
 
         # The trainer is restarted by `restart_trainer`: first its training has to end.
-        self.trainer = trainer
-        self.reward = reward and replace(
-            reward, start=starter.restart_reward, supervisor=self._supervisor
+        self.trainer = trainer = started.trainer
+        generators: Sequence[ActorGroup] = started.generators
+        self.reward = started.reward and replace(
+            started.reward, start=starter.restart_reward, supervisor=self._supervisor
+        )
+        self.agents = started.agents and replace(
+            started.agents, start=starter.restart_agents, supervisor=self._supervisor
         )
         restart: Callable[[int], Awaitable[ActorGroup]] | None = starter.restart_generator
         if self.config.launch.share_gpus:
@@ -177,8 +190,7 @@ class Cluster:
         roles = [self.trainer, *(member for member in self.pool.members if member.is_up)]
         # A generator that is being restarted needs no clean end.
         await self.launcher.end_background(timeout_s=self.config.timeouts.close_s)
-        if self.reward is not None:
-            roles.append(self.reward)
+        roles += filter(None, [self.reward, self.agents])
         # A process that is lost now is not restarted.
         groups = [replace(role, start=None, hold_devices=None) for role in roles]
         ends = [*(group.call("close", timeout="close_s") for group in groups), self.store.stop()]

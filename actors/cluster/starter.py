@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from actors.agents import AgentEndpoint
 from actors.cluster.group import ActorGroup
 from actors.cluster.recovery import AddEvent, Supervisor
 from actors.config import ClusterConfig
@@ -23,8 +24,10 @@ from actors.launch.member import LogSettings, RoleProcesses
 from actors.launch.placement import Placement, Placements, count_gpus, trains_on_gpu
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
+from rl.agents.program import AgentProgram
 from rl.models.spec import ModelSpec
 from rl.observability.logs import QUIET_ENVIRONMENT
+from rl.rollouts.renderer import Renderer
 from rl.rollouts.rubric import Rubric
 from rl.utils.clock import now_s
 from rl.utils.threads import gather_or_cancel, run_in_thread
@@ -34,6 +37,24 @@ logger = logging.getLogger(__name__)
 
 SLOW_START_S = 60.0
 """Time between two log records that say what a start still waits for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentSetup:
+    """What the agents' actor needs beside its config."""
+
+    program: AgentProgram
+    renderer: Renderer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartedRoles:
+    """The actors of all roles."""
+
+    trainer: ActorGroup
+    generators: list[ActorGroup]
+    reward: ActorGroup | None
+    agents: ActorGroup | None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -49,6 +70,7 @@ class RoleStarter:
     model_spec: ModelSpec
     hf_assets_path: str
     rubric: Rubric | None
+    agents: AgentSetup | None
     trainer_arguments: Mapping[str, Any]
     has_new_store: bool = field(default=False, init=False)
     """True if the trainer was started again before all roles were there, and with it the store."""
@@ -69,11 +91,8 @@ class RoleStarter:
         """True if roles are started again here after a loss."""
         return self.config.recovery.max_restarts > 0 and not self.config.launch.share_gpus
 
-    async def start_all(self) -> list[ActorGroup]:
-        """Start all roles together.
-
-        Return trainer, generators, and the reward processes if there are any.
-        """
+    async def start_all(self) -> StartedRoles:
+        """Start all roles together."""
         at = self.placements
         # No role waits for another's set-up: the start takes as long as the slowest role.
         starts = [self._start_role(at.trainer, self.start_trainer, again=self.restart_trainer)]
@@ -83,16 +102,21 @@ class RoleStarter:
             starts.append(self._start_role(placement, start, again=again))
         if at.reward is not None:
             starts.append(self._start_role(at.reward, self.start_reward, again=self.restart_reward))
+        if at.agents is not None:
+            starts.append(self._start_role(at.agents, self.start_agents, again=self.restart_agents))
 
         reporting = asyncio.create_task(self._report_slow_start())
         try:
             groups = await gather_or_cancel(starts)
         finally:
             reporting.cancel()
+        trainer, *others = groups
+        generators, others = others[: len(at.generators)], others[len(at.generators) :]
         if self.config.launch.share_gpus:
-            trainer, generators = groups[0], groups[1 : 1 + len(at.generators)]
             await self._set_up_in_turns(trainer, generators)
-        return groups
+        agents = others.pop() if at.agents is not None else None
+        reward = others.pop() if at.reward is not None else None
+        return StartedRoles(trainer=trainer, generators=generators, reward=reward, agents=agents)
 
     async def _start_role(
         self,
@@ -148,6 +172,11 @@ class RoleStarter:
         await self.launcher.end_lost(self.placements.reward)
         return await self.start_reward()
 
+    async def restart_agents(self) -> ActorGroup:
+        assert self.placements.agents is not None
+        await self.launcher.end_lost(self.placements.agents)
+        return await self.start_agents()
+
     # First starts
 
     async def start_trainer(self) -> ActorGroup:
@@ -193,6 +222,22 @@ class RoleStarter:
             return group
 
         return await self._spawn(at, start, imports=("actors.reward",), needs_torch=False)
+
+    async def start_agents(self) -> ActorGroup:
+        at, config, setup = self.placements.agents, self.config.agents, self.agents
+        assert at is not None
+        assert config is not None
+        assert setup is not None, "a run with agents has a task of agents"
+
+        async def start(role: RoleProcesses) -> ActorGroup:
+            group = self._spawn_actors(
+                at, role, config=config, program=setup.program, renderer=setup.renderer
+            )
+            limit_s = config.import_timeout_s
+            await group.call(AgentEndpoint.setup, timeout="setup_s", extra_s=limit_s)
+            return group
+
+        return await self._spawn(at, start, imports=("actors.agents",), needs_torch=False)
 
     async def _set_up(self, group: ActorGroup) -> ActorGroup:
         # Groups that share devices are set up one after another, when all processes are there.

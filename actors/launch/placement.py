@@ -17,7 +17,7 @@ from rl.config.rules import find_faults, select_rules
 from rl.config.tree import replace_values
 from rl.run_rules import RULES
 
-TRAINER, REWARD = "trainer", "reward"
+TRAINER, REWARD, AGENTS = "trainer", "reward", "agents"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +65,13 @@ class Placements:
     generators: tuple[Placement, ...]
     reward: Placement | None
     """None in a run without reward processes."""
+    agents: Placement | None = None
+    """Process of the agents' endpoint; None in a run without agents."""
 
     @property
     def all(self) -> tuple[Placement, ...]:
-        return (self.trainer, *self.generators, *(() if self.reward is None else (self.reward,)))
+        others = [at for at in (self.reward, self.agents) if at is not None]
+        return (self.trainer, *self.generators, *others)
 
     def count_hosts(self) -> dict[str, int]:
         """Return the number of hosts of each group that has to be provided."""
@@ -135,15 +138,16 @@ def place_actors(config: ClusterConfig, *, num_gpus: int) -> Placements:
         threads=config.trainer.num_threads,
         gpus=trainer_gpus,
     )
-    if config.reward.num_procs == 0:
-        return Placements(trainer=trainer, generators=generators, reward=None)
-    reward = Placement(
-        role=REWARD,
-        num_procs=config.reward.num_procs,
-        hosts=REWARD if launch.reward_hosts else None,
-        num_hosts=max(1, launch.reward_hosts),
-    )
-    return Placements(trainer=trainer, generators=generators, reward=reward)
+    reward = None
+    if config.reward.num_procs:
+        reward = Placement(
+            role=REWARD,
+            num_procs=config.reward.num_procs,
+            hosts=REWARD if launch.reward_hosts else None,
+            num_hosts=max(1, launch.reward_hosts),
+        )
+    agents = None if config.agents is None else Placement(role=AGENTS, num_procs=1)
+    return Placements(trainer=trainer, generators=generators, reward=reward, agents=agents)
 
 
 def _check_divisible(launch: LaunchConfig, sizes: _Sizes) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.agents.types import ChatRequest, ToolSpec
+from rl.agents.types import BadRequestError, ChatRequest, ToolSpec
 from rl.rollouts.control_tokens import RefusedMessageError
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.samples import make_demonstrated_completion
@@ -39,10 +39,6 @@ Relation = Literal["", "rewritten", "system", "tools", "template"]
 rewritten: its history; system, tools: its system message or its tools; template: nothing, but the
 renderer cannot continue it; "": it has nothing in common with any.
 """
-
-
-class RequestError(ValueError):
-    """A conversation that cannot be answered; the message is for the client."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -135,7 +131,7 @@ class EpisodeRecord:
         """Find the conversation that a request continues, and render what is new.
 
         Raises:
-            RequestError: the messages are none that a model could answer.
+            BadRequestError: the messages are none that a model could answer.
             RefusedMessageError: a text in them cannot be encoded.
         """
         _check_order(request.messages)
@@ -252,7 +248,9 @@ class EpisodeRecord:
         except RefusedMessageError:
             raise
         except ValueError as error:
-            raise RequestError(f"messages cannot be rendered for this model: {error}") from error
+            raise BadRequestError(
+                f"messages cannot be rendered for this model: {error}", field="messages"
+            ) from error
         return np.concatenate(parts)
 
     def _open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> np.ndarray:
@@ -290,15 +288,20 @@ def write_reply(reply: Message, *, call_format: CallFormat) -> str:
 
 def _check_order(messages: Sequence[Message]) -> None:
     if not messages:
-        raise RequestError("messages is empty: the model needs at least one message")
+        raise BadRequestError(
+            "messages is empty: the model needs at least one message", field="messages"
+        )
     if messages[-1].role == "assistant":
-        raise RequestError(
+        raise BadRequestError(
             "the last message is the assistant's: a reply cannot be continued, end with a message "
-            "to the model"
+            "to the model",
+            field="messages",
         )
     for before, after in itertools.pairwise(messages):
         if before.role == after.role == "assistant":
-            raise RequestError("two messages of the assistant in a row: join them")
+            raise BadRequestError(
+                "two messages of the assistant in a row: join them", field="messages"
+            )
 
 
 def _find_last_reply(messages: Sequence[Message]) -> int | None:

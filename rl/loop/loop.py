@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -41,81 +41,22 @@ from rl.loop.metrics import (
     time_metrics,
     training_metrics,
 )
+from rl.loop.setup import RolloutSetup
 from rl.loop.state import Progress, StepCheckpoints
 from rl.loop.stop_request import StopRequest
 from rl.loop.sync import WeightSync
 from rl.observability.metrics import Record, Sink
 from rl.observability.recorder import BackgroundWriter, Recorder
 from rl.observability.spans import add_error_context
-from rl.protocols import Publisher, Rewarder, TokenGenerator, Trainer
-from rl.rollouts.environment import Environments
-from rl.rollouts.episode import Episodes
-from rl.rollouts.evaluation import Evaluator
+from rl.protocols import Publisher, Trainer
 from rl.rollouts.group import RolloutId, RolloutWorker
 from rl.rollouts.producer import Batch, NothingToLearnError, NumberedProblems, RolloutProducer
-from rl.rollouts.renderer import Renderer
 from rl.rollouts.staleness import StalenessBound, WeightVersions
 from rl.run_rules import RULES
-from rl.tasks.task import Task
 from rl.trainer_types import ForwardBackwardResult, OptimStepResult
-from rl.types import LoopPosition, SamplingParams
-from rl.utils.clock import BusyClock, now_s
+from rl.types import LoopPosition
+from rl.utils.clock import now_s
 from rl.utils.errors import RunError, StopRequestedError
-from rl.utils.threads import LoopThread
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutSetup:
-    """Parts of a loop's rollouts, besides the loop's own settings."""
-
-    generator: TokenGenerator
-    rewarder: Rewarder
-    renderer: Renderer
-    task: Task
-    max_sequence_tokens: int
-    """Longest sequence that generator and trainer can process, in tokens."""
-    seed: int
-    thread: LoopThread = field(default_factory=lambda: LoopThread("environments"))
-    """Event loop of the environments, shared by training and evaluation."""
-
-    def build(self, config: LoopConfig) -> tuple[RolloutWorker, Evaluator]:
-        """Return the worker that makes scored groups of training problems, and the evaluator."""
-        sampling = SamplingParams(
-            max_tokens=config.sampling.max_tokens,
-            num_samples=config.group_size,
-            temperature=config.sampling.temperature,
-            stop_token_ids=self.renderer.stop_token_ids,
-        )
-
-        episodes = Episodes(
-            generator=self.generator,
-            renderer=self.renderer,
-            environments=Environments(
-                make=self.task.environment,
-                step_timeout_s=config.episode.step_timeout_s,
-                thread=self.thread,
-            ),
-            limits=config.episode,
-            max_tokens=self.max_sequence_tokens,
-        )
-        worker = RolloutWorker(
-            episodes=episodes,
-            rewarder=self.rewarder,
-            sampling=sampling,
-            seed=self.seed,
-            overlong=config.overlong,
-            drop_long_prompts=config.long_prompts == "drop",
-        )
-        evaluator = Evaluator(
-            sets=self.task.eval_sets(),
-            # A clock of its own: the time and tokens of evaluations do not count in a step's speed.
-            episodes=replace(episodes, generating=BusyClock()),
-            rewarder=self.rewarder,
-            settings=config.evaluation,
-            sampling=sampling,
-            max_failed=config.max_failed_rewards,
-        )
-        return worker, evaluator
 
 
 def _make_producer(

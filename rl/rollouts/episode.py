@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
+from typing import Protocol
 
 import numpy as np
 
@@ -86,6 +87,20 @@ class EpisodeLimits:
         check_bounds(self, "max_turns", at_least=1)
         check_bounds(self, "max_tokens", at_least=2)
         check_bounds(self, "step_timeout_s", "timeout_s", above=0, below=math.inf)
+
+
+class RolloutSource(Protocol):
+    """Source of rollouts: episodes with environments, or agents (`rl.agents.rollouts`)."""
+
+    generating: BusyClock
+    """Time in which completions were drawn."""
+    num_generated_tokens: int
+
+    async def run(
+        self, problems: Sequence[Problem], *, sampling: SamplingParams, session: str | None = None
+    ) -> list[list[Rollout]]:
+        """Return [P][G] rollouts, where G is `sampling.num_samples`."""
+        ...
 
 
 @dataclass(kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from rl.config.configurable import unless
 from rl.config.tree import check_bounds
 from rl.observability.metrics import Mean, Metric, Sum, merge
 from rl.protocols import Rewarder
-from rl.rollouts.episode import Episodes
+from rl.rollouts.episode import RolloutSource
 from rl.rollouts.group import check_failures
 from rl.rollouts.rubric import ENVIRONMENT
 from rl.types import Problem, Rollout, SamplingParams, Score
@@ -129,7 +129,7 @@ class Evaluator:
     """Draws and scores rollouts of the evaluation sets."""
 
     sets: Mapping[str, Sequence[Problem]]
-    episodes: Episodes
+    episodes: RolloutSource
     rewarder: Rewarder
     settings: Evaluation
     sampling: SamplingParams

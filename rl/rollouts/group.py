@@ -14,7 +14,7 @@ import numpy as np
 from rl.protocols import Rewarder
 from rl.rollouts.advantage import OverlongPunishment
 from rl.rollouts.control_tokens import RefusedMessageError
-from rl.rollouts.episode import Episodes
+from rl.rollouts.episode import RolloutSource
 from rl.rollouts.renderer import PromptTooLongError
 from rl.rollouts.rubric import OVERLONG
 from rl.types import Problem, Rollout, SamplingParams, Score
@@ -108,7 +108,7 @@ def compute_token_rewards(member: ScoredRollout, *, by_turn: bool) -> np.ndarray
 class RolloutWorker:
     """Draws the rollouts of problems and has them scored; many calls of `run` overlap."""
 
-    episodes: Episodes
+    episodes: RolloutSource
     rewarder: Rewarder
     sampling: SamplingParams
     """Sampling of every group; each group gets a seed of its own."""

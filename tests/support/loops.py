@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import count, repeat
 from typing import Any
 
-from rl.loop.loop import Loop, RolloutSetup
+from rl.loop.loop import Loop
+from rl.loop.setup import RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.loop.stop_request import StopRequest
 from rl.protocols import Environment

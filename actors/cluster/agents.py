@@ -1,0 +1,168 @@
+"""Client of a run's agents' actor, which implements `rl.agents.rollouts.AgentPlayer` by calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from actors.agents import AgentEndpoint
+from actors.cluster.group import ActorGroup
+from actors.launch.calls import ActorLostError
+from rl.agents.episode import EpisodeSettings
+from rl.agents.host import PlayedEpisode
+from rl.agents.queue import GATHER_S, GenerateAnswer, GenerateCall
+from rl.protocols import TokenGenerator
+from rl.types import Problem
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 10.0
+"""Longest wait of a call that takes the endpoint's calls; then the next one follows."""
+END_S = 60.0
+"""Time beyond an agent's limit for its end, in which all that it started is ended."""
+
+
+class AgentClient:
+    """Plays agents in the agents' actor, and answers what they ask.
+
+    Agents that run when the actor is lost are played again by the new one.
+    """
+
+    def __init__(self, group: ActorGroup, *, max_running: int) -> None:
+        self._group = group
+        self._slots = asyncio.Semaphore(max_running)
+        self._generators: dict[str | None, TokenGenerator] = {}
+        """Generator of each episode by its key."""
+        self._running: dict[int, asyncio.Task[None]] = {}
+        """Calls that are being answered, by their id."""
+        self._answers: list[GenerateAnswer] = []
+        self._has_answers = asyncio.Event()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Error after which no calls are taken any more."""
+
+    async def play(
+        self,
+        problem: Problem,
+        *,
+        settings: EpisodeSettings,
+        time_limit_s: float,
+        generator: TokenGenerator,
+    ) -> PlayedEpisode:
+        self._generators[settings.key] = generator
+        try:
+            async with self._slots:
+                return await self._play(problem, settings, time_limit_s)
+        finally:
+            del self._generators[settings.key]
+
+    async def _play(
+        self, problem: Problem, settings: EpisodeSettings, time_limit_s: float
+    ) -> PlayedEpisode:
+        while True:
+            await self._group.wait_until_up()
+            playing = asyncio.ensure_future(
+                self._group.call(
+                    AgentEndpoint.play,
+                    problem,
+                    settings,
+                    time_limit_s,
+                    timeout="generate_s",
+                    extra_s=time_limit_s + END_S,
+                )
+            )
+            try:
+                await asyncio.wait({playing, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+                if self._failed.done():
+                    self._failed.result()
+                (played,) = await playing
+            except ActorLostError:
+                continue  # `wait_until_up` raises the loss if nothing is restarted.
+            finally:
+                playing.cancel()
+            result: PlayedEpisode = played
+            return result
+
+    @asynccontextmanager
+    async def answer_calls(self) -> AsyncIterator[None]:
+        """Answer the endpoint's calls while the block runs."""
+        tasks = [asyncio.create_task(self._take()), asyncio.create_task(self._send())]
+        for task in tasks:
+            task.add_done_callback(self._note_failure)
+        try:
+            yield
+        finally:
+            for task in (*tasks, *self._running.values()):
+                task.cancel()
+            await asyncio.gather(*tasks, *self._running.values(), return_exceptions=True)
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._failed.done():
+            self._failed.set_exception(error)
+            # Raised in `play`; without an agent that plays nobody asks for it.
+            self._failed.exception()
+
+    async def _take(self) -> None:
+        while True:
+            await self._group.wait_until_up()
+            try:
+                (taken,) = await self._group.call(
+                    AgentEndpoint.take_calls, WAIT_S, timeout="close_s", extra_s=WAIT_S
+                )
+            except ActorLostError:
+                # The new endpoint counts its calls anew.
+                for task in self._running.values():
+                    task.cancel()
+                continue
+            for call_id in taken.cancelled:
+                task = self._running.get(call_id)
+                if task is not None:
+                    task.cancel()
+            for call in taken.calls:
+                task = asyncio.create_task(self._answer(call))
+                self._running[call.id] = task
+
+    async def _answer(self, call: GenerateCall) -> None:
+        generator = self._generators.get(call.session)
+        if generator is None:  # The episode has ended meanwhile.
+            return
+        try:
+            completions = await generator.generate(
+                call.prompts, sampling=call.sampling, session=call.session
+            )
+            answer = GenerateAnswer(id=call.id, completions=completions)
+        except Exception as error:  # noqa: BLE001  (told to the agent, and logged there)
+            logger.warning("an agent's request failed: %r", error)
+            answer = GenerateAnswer(id=call.id, completions=None, error=str(error))
+        finally:
+            if self._running.get(call.id) is asyncio.current_task():
+                del self._running[call.id]
+        self._answers.append(answer)
+        self._has_answers.set()
+
+    async def _send(self) -> None:
+        """Bring answers back, together with those that are ready at the same time."""
+        while True:
+            await self._has_answers.wait()
+            await asyncio.sleep(GATHER_S)
+            answers, self._answers = self._answers, []
+            self._has_answers.clear()
+            try:
+                await self._group.call(AgentEndpoint.answer_calls, answers, timeout="close_s")
+            except ActorLostError:
+                continue  # Nobody waits for them any more.
+
+
+@asynccontextmanager
+async def open_player(
+    group: ActorGroup | None, config: AgentEndpoint.Config | None
+) -> AsyncIterator[AgentClient | None]:
+    """Yield the player of the agents' actor, and answer its calls meanwhile; None without one."""
+    if group is None or config is None:
+        yield None
+        return
+    client = AgentClient(group, max_running=config.max_running)
+    async with client.answer_calls():
+        yield client

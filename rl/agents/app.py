@@ -1,0 +1,316 @@
+"""HTTP application of the endpoint: paths of three dialects, their errors, streams.
+
+    /v1/chat/completions, /v1/responses, /v1/messages    a reply, whole or streamed
+    /v1/messages/count_tokens, /v1/models                no reply
+    /v1/reward                                           numbers that the agent posts
+
+All paths also stand under /episodes/<key>, which names the episode as the key in a header does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Collection
+from types import ModuleType
+from typing import Any, Protocol
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.background import BackgroundTask
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Scope
+
+from rl.agents.dialects import chat, messages, responses
+from rl.agents.endpoint import Endpoint
+from rl.agents.episode import AgentEpisode, Answer, RequestIdentity
+from rl.agents.types import BadRequestError, ChatRequest, RequestError
+from rl.http.guard import AccessGuard, RefusedError
+from rl.utils.proxies import LOOPBACK_NAMES
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "/episodes/"
+"""Start of the paths that have the key of an episode in them."""
+DIALECTS: dict[str, ModuleType] = {
+    "/v1/chat/completions": chat,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+}
+KEEP_ALIVE_S = 5.0
+"""Seconds between two signs of life of a stream. Shorter waits have the status of their error."""
+FIRST_TRY = "x-stainless-retry-count"
+"""Header in which the clients of OpenAI and Anthropic count their retries."""
+ROLE = "x-relay-role"
+"""Header by which a client may name the role of a conversation, such as sub-agent."""
+SUB_AGENT = "x-openai-subagent"
+"""Header by which Codex marks the requests of its sub-agents."""
+HEALTH = "/health"
+
+
+class Answerer(Protocol):
+    """What answers the requests of a key: an episode, or a model without a memory."""
+
+    async def reply(
+        self, request: ChatRequest, *, identity: RequestIdentity, role: str = ""
+    ) -> Answer: ...
+
+    def mark_delivered(self, identity: RequestIdentity) -> None: ...
+
+    def count_tokens(self, request: ChatRequest) -> int: ...
+
+    def list_models(self) -> list[str]: ...
+
+
+def make_app(
+    endpoint: Endpoint, *, max_body_bytes: int, hosts: Collection[str] | None = LOOPBACK_NAMES
+) -> FastAPI:
+    """Build the application of a run's endpoint; `hosts` are those of `AccessGuard`."""
+    app = FastAPI(title="relay agents", openapi_url=None)
+
+    def find(request: Request) -> AgentEpisode:
+        return endpoint.find(read_key(request.scope))
+
+    router = APIRouter()
+    add_dialects(router, find=find)
+
+    async def post_reward(request: Request) -> Response:
+        return await _guard(request, lambda: _take_reward(request, find(request)))
+
+    router.add_api_route("/v1/reward", post_reward, methods=["POST"])
+    app.include_router(router)
+    app.include_router(router, prefix=f"{PREFIX}{{key}}")
+    app.add_api_route(HEALTH, _answer_health, methods=["GET"])
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(Exception, _answer_unexpected)
+    app.add_middleware(
+        AgentGuard, endpoint=endpoint, hosts=hosts, max_body_bytes=max_body_bytes
+    )
+    return app
+
+
+def add_dialects(router: APIRouter, *, find: Callable[[Request], Answerer]) -> None:
+    """Add the paths of the three dialects; `find` returns what answers a request."""
+
+    async def reply(request: Request) -> Response:
+        return await _guard(request, lambda: _reply(request, find(request)))
+
+    async def count(request: Request) -> Response:
+        return await _guard(request, lambda: _count(request, find(request)))
+
+    async def list_models(request: Request) -> Response:
+        return await _guard(request, lambda: _list_models(request, find(request)))
+
+    for path in DIALECTS:
+        router.add_api_route(path, reply, methods=["POST"])
+    router.add_api_route("/v1/messages/count_tokens", count, methods=["POST"])
+    router.add_api_route("/v1/models", list_models, methods=["GET"])
+
+
+class AgentGuard(AccessGuard):
+    """Guard of the endpoint: the key must name an open episode."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        endpoint: Endpoint,
+        hosts: Collection[str] | None,
+        max_body_bytes: int,
+    ) -> None:
+        super().__init__(app, hosts=hosts)
+        self._endpoint = endpoint
+        self._max_body_bytes = max_body_bytes
+
+    def is_open(self, scope: Scope) -> bool:
+        return bool(scope["path"] == HEALTH)
+
+    def find_owner(self, scope: Scope) -> str:
+        key = read_key(scope)
+        try:
+            self._endpoint.find(key)
+        except RequestError as error:
+            raise RefusedError(error.status, str(error)) from None
+        return key
+
+    def limit_bytes(self, scope: Scope) -> int:
+        return self._max_body_bytes
+
+    def make_refusal(self, scope: Scope, refused: RefusedError) -> Response:
+        again = 1.0 if refused.status == 429 else None
+        error = RequestError(str(refused), status=refused.status, retry_after_s=again)
+        return _make_error_response(scope["path"], error)
+
+
+def read_key(scope: Scope) -> str:
+    """Return the key in a request's path, or else in its headers; empty if there is none."""
+    path: str = scope["path"]
+    if path.startswith(PREFIX):
+        return path.removeprefix(PREFIX).partition("/")[0]
+    headers = Headers(scope=scope)
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+async def _guard(request: Request, work: Callable[[], Any]) -> Response:
+    """Return the response of some work, or its error in the dialect's form."""
+    path = request.url.path
+    try:
+        response: Response = await work()
+        return response
+    except RequestError as error:
+        return _make_error_response(path, error)
+    except Exception as error:
+        logger.error("a request of an agent failed: %r", error, exc_info=error)
+        return _make_error_response(path, RequestError(f"the server failed: {error}", status=500))
+
+
+async def _reply(request: Request, answerer: Answerer) -> Response:
+    path = _strip_prefix(request.url.path)
+    dialect = DIALECTS[path]
+    raw = await request.body()
+    wanted: ChatRequest = dialect.read_request(_read_json(raw))
+    identity = _identify(path, raw, request.headers)
+    role = request.headers.get(ROLE, "sub-agent" if SUB_AGENT in request.headers else "")
+    answering = asyncio.ensure_future(answerer.reply(wanted, identity=identity, role=role))
+    if wanted.is_streamed:
+        await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
+        if answering.done():
+            answering.result()  # An error of a request that was refused at once has its status.
+        stream = _stream(answering, dialect, wanted)
+        delivered = BackgroundTask(answerer.mark_delivered, identity)
+        return StreamingResponse(
+            stream, media_type="text/event-stream", headers=_NO_CACHE, background=delivered
+        )
+    if not await _wait_while_connected(request, answering):
+        return Response(status_code=499)
+    answer = answering.result()
+    body = dialect.make_body(answer.reply, wanted, answer.parsed)
+    return Response(
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode(errors="replace"),
+        media_type="application/json",
+        background=BackgroundTask(answerer.mark_delivered, identity),
+    )
+
+
+_NO_CACHE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+async def _stream(
+    answering: asyncio.Future[Answer], dialect: ModuleType, wanted: ChatRequest
+) -> AsyncIterator[bytes]:
+    """Yield the events of a reply; signs of life before, and an error in place of a reply."""
+    try:
+        while not answering.done():
+            await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
+            if not answering.done():
+                yield b": keep-alive\n\n"
+        answer = answering.result()
+        yield dialect.stream_body(answer.reply, wanted, answer.parsed)
+    except RequestError as error:
+        yield dialect.stream_error(error)
+    finally:
+        # The client has gone if this is not done.
+        answering.cancel()
+
+
+async def _wait_while_connected(request: Request, answering: asyncio.Future[Answer]) -> bool:
+    """Wait for an answer; cancel the wait and return False if the client disconnects."""
+    # After the body the connection has nothing to say but its end.
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return answering.done()
+    finally:
+        gone.cancel()
+        answering.cancel()
+
+
+async def _count(request: Request, answerer: Answerer) -> Response:
+    wanted = messages.read_count_request(_read_json(await request.body()))
+    return _respond(messages.make_count(answerer.count_tokens(wanted)))
+
+
+async def _list_models(request: Request, answerer: Answerer) -> Response:
+    models = answerer.list_models()
+    if "anthropic-version" in request.headers:
+        described = [{"type": "model", "id": name, "display_name": name} for name in models]
+        return _respond({"data": described, "has_more": False})
+    described = [{"id": name, "object": "model", "owned_by": "relay"} for name in models]
+    return _respond({"object": "list", "data": described})
+
+
+async def _take_reward(request: Request, episode: AgentEpisode) -> Response:
+    body = _read_json(await request.body())
+    if not body:
+        raise BadRequestError('the body must have numbers, such as {"reward": 1.0}')
+    for name, value in body.items():
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        if not is_number:
+            raise BadRequestError(f"{name} must be a finite number", field=name)
+    episode.posted |= {name: float(value) for name, value in body.items()}
+    return _respond({"posted": episode.posted})
+
+
+def _respond(body: Any) -> Response:
+    return Response(json.dumps(body), media_type="application/json")
+
+
+def _read_json(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequestError("the body must be a JSON object")
+    return body
+
+
+def _identify(path: str, raw: bytes, headers: Headers) -> RequestIdentity:
+    """Return what tells a request from others of its episode."""
+    name = headers.get("idempotency-key")
+    content = raw if name is None else b"named " + name.encode()
+    retries = headers.get(FIRST_TRY)
+    return RequestIdentity(
+        digest=hashlib.blake2b(path.encode() + b"\0" + content, digest_size=16).digest(),
+        is_first_try=None if retries is None or name is not None else retries == "0",
+    )
+
+
+def _strip_prefix(path: str) -> str:
+    if not path.startswith(PREFIX):
+        return path
+    return "/" + path.removeprefix(PREFIX).partition("/")[2]
+
+
+def _make_error_response(path: str, error: RequestError) -> Response:
+    place = _strip_prefix(path)
+    dialect = messages if place.startswith("/v1/messages") else DIALECTS.get(place, chat)
+    status, body = dialect.make_error(error)
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    return Response(json.dumps(body), status, headers, "application/json")
+
+
+async def _answer_health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = _strip_prefix(request.url.path)
+    told = RequestError(
+        f"{request.method} {path:.200}: the endpoint does not have this path",
+        status=error.status_code,
+    )
+    return _make_error_response(request.url.path, told)
+
+
+async def _answer_unexpected(request: Request, error: Exception) -> Response:
+    logger.error("a request of an agent failed", exc_info=error)
+    return _make_error_response(request.url.path, RequestError("the server failed", status=500))

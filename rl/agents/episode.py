@@ -1,0 +1,327 @@
+"""One episode at the endpoint: requests become turns of its record.
+
+A request that is repeated gets the reply of the first one, also while that is still being sampled.
+A client that disconnects cancels its reply, unless it asks again soon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+from rl.agents.branches import Conversations, list_conversations
+from rl.agents.record import EpisodeRecord, PlannedTurn
+from rl.agents.reply_reader import ParsedReply, read_reply
+from rl.agents.types import BadRequestError, ChatReply, ChatRequest, ReplyEnd, RequestError
+from rl.protocols import TokenGenerator
+from rl.rollouts.control_tokens import RefusedMessageError
+from rl.rollouts.renderer import Renderer
+from rl.types import BranchRole, Completion, EndReason, SamplingParams
+
+GRACE_S = 5.0
+"""Time after a disconnection in which a client may ask again before its reply is cancelled. Clients
+that retry wait up to a few seconds before they do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeSettings:
+    """What the run has decided about an episode."""
+
+    sampling: SamplingParams
+    """`max_tokens` is the most of one reply."""
+    max_context: int
+    """Most tokens of a conversation with its reply."""
+    max_requests: int
+    """Most replies, retries not counted."""
+    max_tokens: int
+    """Most tokens of all turns."""
+    key: str = field(default_factory=lambda: f"sk-relay-{secrets.token_urlsafe(24)}", repr=False)
+    """Secret by which clients name the episode; never logged."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientRules:
+    """What clients may decide."""
+
+    honours_sampling: bool = False
+    """Sample as the client asks; otherwise it is only recorded."""
+    refuses_long_replies: bool = False
+    """Refuse a request for more tokens than are left instead of giving it what is left."""
+    models: tuple[str, ...] = ()
+    """Model names that are accepted; empty: any."""
+    name: str = "policy"
+    """Name of the model in replies to a client that names none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestIdentity:
+    """What tells a repeated request from another one."""
+
+    digest: bytes
+    """Digest of path and body, or of the key by which the client names its request."""
+    is_first_try: bool | None = None
+    """True or False if the client says so; None if it does not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Answer:
+    """A reply as tokens and text, and as the client is told."""
+
+    reply: ChatReply
+    parsed: ParsedReply
+
+
+@dataclass(kw_only=True, eq=False)
+class _Answering:
+    """A reply that is being sampled, or is there."""
+
+    task: asyncio.Task[Answer]
+    num_waiting: int = 0
+    is_delivered: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class AgentEpisode:
+    """Conversations of one agent with the model."""
+
+    generator: TokenGenerator
+    renderer: Renderer
+    settings: EpisodeSettings
+    rules: ClientRules = field(default_factory=ClientRules)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Requests, retries, disconnections and fields without effect, by name."""
+    posted: dict[str, float] = field(default_factory=dict)
+    """Numbers that the agent has posted; `reward` is its reward."""
+    reached: EndReason | None = None
+    """Limit that a request has met."""
+
+    def __post_init__(self) -> None:
+        self.record = EpisodeRecord(renderer=self.renderer)
+        self._answers: dict[bytes, _Answering] = {}
+        self._num_asked: Counter[bytes] = Counter()
+        self._is_closed = False
+
+    async def reply(
+        self, request: ChatRequest, *, identity: RequestIdentity, role: str = ""
+    ) -> Answer:
+        """Return the reply to a request; the same one to a request that is repeated.
+
+        Raises RequestError for a request that is not answered.
+        """
+        answering = self._answers.get(identity.digest)
+        if answering is not None and _may_repeat(answering, identity):
+            self.counts["retries"] += 1
+        else:
+            task = asyncio.create_task(self._answer(request, role=role))
+            # An error that nobody waits for any more is no news.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            answering = self._answers[identity.digest] = _Answering(task=task)
+        answering.num_waiting += 1
+        try:
+            return await asyncio.shield(answering.task)
+        except asyncio.CancelledError:
+            if answering.task.cancelled():
+                raise RequestError(
+                    "the episode has ended", status=409, code="episode_ended"
+                ) from None
+            self.counts["disconnects"] += 1
+            raise
+        finally:
+            answering.num_waiting -= 1
+            if not answering.task.done():
+                asyncio.get_running_loop().call_later(GRACE_S, _cancel_unless_awaited, answering)
+
+    def mark_delivered(self, identity: RequestIdentity) -> None:
+        """Note that the client has got its whole reply."""
+        answering = self._answers.get(identity.digest)
+        if answering is not None:
+            answering.is_delivered = True
+
+    def close(self) -> None:
+        """End the episode: replies under way are cancelled, later requests are refused."""
+        self._is_closed = True
+        for answering in self._answers.values():
+            answering.task.cancel()
+
+    def check_open(self) -> None:
+        """Raise RequestError if the episode has ended."""
+        if self._is_closed:
+            raise RequestError("the episode has ended", status=409, code="episode_ended")
+
+    def list_conversations(self, *, trained: Collection[BranchRole]) -> Conversations:
+        """Return the turns so far, and their branches."""
+        return list_conversations(self.record, trained=trained)
+
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Return the tokens of a conversation, as a reply to it would read them."""
+        try:
+            return len(EpisodeRecord(renderer=self.renderer).plan(request).context_ids)
+        except RefusedMessageError as error:
+            raise BadRequestError(str(error), field="messages") from error
+
+    def list_models(self) -> list[str]:
+        """Return the model names that are accepted, or that of any."""
+        return [*self.rules.models] or [self.rules.name]
+
+    async def _answer(self, request: ChatRequest, *, role: str) -> Answer:
+        self.check_open()
+        self._check_model(request)
+        self.counts["requests"] += 1
+        if self.counts["requests"] > self.settings.max_requests:
+            self._stop_at("turns", f"its {self.settings.max_requests} replies")
+        self.counts.update(f"harmless/{name}" for name in request.harmless)
+
+        plan = await self._plan(request, role=role)
+        sampling = self._choose_sampling(request, plan)
+        ((completion,),) = await self.generator.generate(
+            [plan.context_ids], sampling=sampling, session=self.settings.key
+        )
+        self.check_open()
+        answer = self._read(request, plan, completion)
+        parsed = answer.parsed
+        text = self.renderer.text(completion.token_ids, prompt_ids=plan.context_ids)
+        self.record.add(plan, completion, text=text, told=parsed.message)
+        if request.requires_call and not parsed.calls:
+            self.counts["missed_calls"] += 1
+        return answer
+
+    async def _plan(self, request: ChatRequest, *, role: str) -> PlannedTurn:
+        try:
+            return self.record.plan(request, role=role)
+        except RefusedMessageError as error:
+            raise BadRequestError(str(error), field="messages") from error
+
+    def _check_model(self, request: ChatRequest) -> None:
+        models = self.rules.models
+        if models and request.model not in models:
+            raise RequestError(
+                f"model {request.model!r} does not exist here: must be {' or '.join(models)}",
+                status=404,
+                code="model_not_found",
+                field="model",
+            )
+
+    def _choose_sampling(self, request: ChatRequest, plan: PlannedTurn) -> SamplingParams:
+        """Return the sampling of a reply; raise RequestError if there is no room for one."""
+        settings, num_context = self.settings, len(plan.context_ids)
+        room = settings.max_context - num_context
+        if room < 1:
+            raise make_context_error(num_context, most=settings.max_context)
+        left = settings.max_tokens - self.record.num_tokens - len(plan.prompt_ids)
+        if left < 1:
+            self._stop_at("tokens", f"its {settings.max_tokens} tokens")
+
+        most = min(settings.sampling.max_tokens, room, left)
+        asked = request.max_tokens
+        if asked is not None and asked > most and self.rules.refuses_long_replies:
+            raise RequestError(
+                f"max_tokens={asked}: at most {most} tokens are left",
+                status=400,
+                field="max_tokens",
+            )
+        sampling = settings.sampling
+        if self.rules.honours_sampling:
+            chosen = {name: request.asked[name] for name in _SAMPLING if name in request.asked}
+            sampling = replace(sampling, **chosen)
+        return replace(
+            sampling,
+            num_samples=1,
+            max_tokens=most if asked is None else min(most, asked),
+            stop_texts=request.stop,
+            seed=self._choose_seed(sampling.seed, plan),
+        )
+
+    def _choose_seed(self, seed: int | None, plan: PlannedTurn) -> int | None:
+        """Return a seed that does not depend on the order of requests that are made together."""
+        if seed is None:
+            return None
+        context = hashlib.blake2b(plan.context_ids.tobytes(), digest_size=16).digest()
+        number = self._num_asked[context]
+        self._num_asked[context] += 1
+        key = f"{seed} request {number} ".encode() + context
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) >> 2
+
+    def _stop_at(self, end: EndReason, limit: str) -> None:
+        self.reached = self.reached or end
+        raise RequestError(
+            f"the episode has had {limit}, its limit", status=403, code="limit_reached"
+        )
+
+    def _read(self, request: ChatRequest, plan: PlannedTurn, completion: Completion) -> Answer:
+        """Return the reply to a request."""
+        text = self.renderer.text(completion.token_ids, prompt_ids=plan.context_ids)
+        text, stop_text = _cut_at_stop(text, request.stop)
+        reply_id = secrets.token_hex(12)
+        parsed = read_reply(
+            text,
+            call_format=self.renderer.template.call_format,
+            reply_id=reply_id,
+            has_tools=request.has_tools,
+        )
+        end: ReplyEnd = "tool_calls" if parsed.calls else "stop"
+        if completion.is_cut_off:
+            end = "length"
+        cached = 0 if plan.parent is None else len(plan.context_ids) - len(plan.prompt_ids)
+        token_texts: tuple[str, ...] = ()
+        if "logprobs" in request.wants:
+            decode = self.renderer.tokenizer.decode
+            token_texts = tuple(decode([int(one)]) for one in completion.token_ids)
+        reply = ChatReply(
+            id=reply_id,
+            created=int(time.time()),
+            model=request.model or self.rules.name,
+            text=text,
+            end=end,
+            prompt_ids=tuple(plan.context_ids.tolist()),
+            completion=completion,
+            stop_text=stop_text,
+            cached_tokens=cached,
+            token_texts=token_texts,
+        )
+        return Answer(reply=reply, parsed=parsed)
+
+
+_SAMPLING = ("temperature", "top_p", "top_k", "seed")
+"""Fields of `SamplingParams` that a client may ask for."""
+
+
+def _may_repeat(answering: _Answering, identity: RequestIdentity) -> bool:
+    """Return whether a request with the same identity gets the same reply."""
+    task = answering.task
+    if task.done() and (task.cancelled() or task.exception() is not None):
+        return False
+    # A client that says that this is its first try, and has got its reply, wants another one.
+    return not (identity.is_first_try and answering.is_delivered)
+
+
+def _cancel_unless_awaited(answering: _Answering) -> None:
+    if not answering.num_waiting and not answering.task.done():
+        answering.task.cancel()
+
+
+def _cut_at_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
+    """Return a text up to the first of the stop texts, and that one."""
+    places = [(text.find(stop), stop) for stop in stops if stop in text]
+    if not places:
+        return text, None
+    place, stop = min(places)
+    return text[:place], stop
+
+
+def make_context_error(num_tokens: int, *, most: int) -> RequestError:
+    """Return the error of a conversation that leaves no room for a reply.
+
+    Agents recognise it by these words, and shorten their history.
+    """
+    return RequestError(
+        f"prompt is too long: {num_tokens} tokens > {most} maximum. This model's maximum context "
+        f"length is {most} tokens, and the messages have {num_tokens} tokens",
+        status=400,
+        code="context_length_exceeded",
+        field="messages",
+    )

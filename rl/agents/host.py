@@ -1,0 +1,116 @@
+"""Host of agents: plays an agent against the endpoint, and returns what became of both."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rl.agents.endpoint import Endpoint
+from rl.agents.episode import AgentEpisode, EpisodeSettings
+from rl.agents.plays import AgentResult, AgentSpec
+from rl.agents.program import AgentProgram
+from rl.types import Branch, BranchRole, EndReason, Problem, Turn
+from rl.utils.printing import truncate
+
+logger = logging.getLogger(__name__)
+
+SHOWN_OUTPUT = 500
+"""Characters of an agent's last output in the reason of a failure."""
+KEPT_OUTPUT = 16_384
+"""Characters of an agent's last output that reward functions read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlayedEpisode:
+    """What an agent has done."""
+
+    turns: tuple[Turn, ...]
+    branches: tuple[Branch, ...]
+    end: EndReason
+    failure: str | None
+    state: Mapping[str, Any]
+    """What reward functions read: exit_status, output, value, files, reward, posted, wall_s."""
+    metrics: Mapping[str, float]
+
+
+class Agents(Protocol):
+    """Something that plays agents, such as `rl.agents.process.AgentProcess`."""
+
+    async def play(self, spec: AgentSpec) -> AgentResult: ...
+
+
+@dataclass(kw_only=True, eq=False)
+class AgentHost:
+    """Endpoint and agents of one machine."""
+
+    endpoint: Endpoint
+    agents: Agents
+    program: AgentProgram
+    url: str
+    """URL of the endpoint's server, as agents reach it."""
+    trained: Collection[BranchRole] = field(default=("main", "sub-agent"))
+
+    async def play(
+        self, problem: Problem, *, settings: EpisodeSettings, time_limit_s: float
+    ) -> PlayedEpisode:
+        """Play one episode; an agent that fails gives an episode with its failure."""
+        episode = self.endpoint.open(settings)
+        try:
+            spec = self.program.make_spec(
+                problem,
+                url=f"{self.url}/episodes/{episode.settings.key}",
+                key=episode.settings.key,
+                time_limit_s=time_limit_s,
+            )
+            result = await self.agents.play(spec)
+        finally:
+            self.endpoint.end(episode)
+        return self._describe(episode, result)
+
+    def _describe(self, episode: AgentEpisode, result: AgentResult) -> PlayedEpisode:
+        found = episode.list_conversations(trained=self.trained)
+        end = episode.reached or ("time" if result.reason == "time limit" else "done")
+        failure = self._find_failure(episode, result, has_turns=bool(found.turns))
+        output = result.output[-KEPT_OUTPUT:].replace(episode.settings.key, "<key>")
+        state: dict[str, Any] = {
+            "exit_status": result.status,
+            "output": output,
+            "value": result.value,
+            "files": dict(result.files),
+            "posted": dict(episode.posted),
+            "wall_s": result.wall_s,
+        }
+        metrics = {f"agent/{name}": float(count) for name, count in episode.counts.items()}
+        metrics |= {"agent/wall_s": result.wall_s, "agent/cpu_s": result.cpu_s}
+        metrics |= {f"agent/posted/{name}": value for name, value in episode.posted.items()}
+        return PlayedEpisode(
+            turns=found.turns,
+            branches=found.branches,
+            end="failed" if failure else end,
+            failure=failure,
+            state=state,
+            metrics=metrics,
+        )
+
+    def _find_failure(
+        self, episode: AgentEpisode, result: AgentResult, *, has_turns: bool
+    ) -> str | None:
+        """Return why an episode cannot be trained on."""
+        reason = None
+        if result.reason == "error":
+            # An agent whose limit of replies is reached often ends with the error it was told.
+            if not (self.program.may_exit_with_error or episode.reached):
+                reason = f"the agent failed: {result.describe()}"
+        elif result.reason != "ok":
+            reason = f"the agent was {result.describe()}"
+        if reason is None and not has_turns:
+            reason = "the agent has asked the model nothing"
+        if reason is None:
+            return None
+        last = truncate(
+            result.output.strip().replace(episode.settings.key, "<key>")[-SHOWN_OUTPUT:],
+            most=SHOWN_OUTPUT,
+        )
+        return f"{reason}; its last output: {last!r}" if last else f"{reason}; it wrote nothing"

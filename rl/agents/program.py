@@ -1,0 +1,84 @@
+"""What an agent is: the command or function of every episode, and its limits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rl.agents.plays import MIB, AgentSpec
+from rl.types import Problem
+from rl.utils.proxies import make_loopback_exemption
+
+PROBLEM_FILE = "problem.json"
+"""File in the working folder with the problem: `id`, `question` and `info`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentProgram:
+    """An agent of foreign code, started once for each episode."""
+
+    command: tuple[str, ...] = ()
+    """Program and arguments. `{python}` is the Python of this process, `{question}` the problem's
+    question."""
+    function: str = ""
+    """Function of one argument, the problem, in place of a command: "module:function"."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    collect: tuple[str, ...] = ()
+    """Paths in the working folder of the files that reward functions read."""
+    shows_answer: bool = False
+    """Let the agent see the problem's answer and demonstration."""
+    needs_network: bool = False
+    """Agents need more of the network than the endpoint."""
+    max_output_bytes: int = 16 * MIB
+    max_folder_bytes: int = 1024 * MIB
+    keep_home: bool = False
+    may_exit_with_error: bool = False
+    """An exit status other than 0 is no failure of the rollout: the reward reads it."""
+
+    def make_spec(self, problem: Problem, *, url: str, key: str, time_limit_s: float) -> AgentSpec:
+        """Return the agent of one episode, which has the endpoint's URL in its environment."""
+        if not self.shows_answer:
+            problem = replace(problem, answer="", demonstration="")
+        described: dict[str, Any] = {"id": problem.id, "question": problem.question}
+        described |= {"answer": problem.answer} if self.shows_answer else {}
+        described |= {"info": problem.info}
+        return AgentSpec(
+            command=self._fill_in(problem) if self.command else None,
+            env=make_agent_environment(url=url, key=key) | dict(self.env),
+            argument=problem,
+            files={PROBLEM_FILE: json.dumps(described, ensure_ascii=False, default=str)},
+            collect=self.collect,
+            time_limit_s=time_limit_s,
+            max_output_bytes=self.max_output_bytes,
+            max_folder_bytes=self.max_folder_bytes,
+            keep_home=self.keep_home,
+        )
+
+    def _fill_in(self, problem: Problem) -> tuple[str, ...]:
+        # Not `format`: arguments may contain other braces.
+        filled = []
+        for part in self.command:
+            filled.append(
+                part.replace("{python}", sys.executable).replace("{question}", problem.question)
+            )
+        return tuple(filled)
+
+
+def make_agent_environment(*, url: str, key: str) -> dict[str, str]:
+    """Return the variables with which clients find the endpoint; `url` is that of the episode.
+
+    The URL names the episode as the key does: some programs set a key of their own.
+    """
+    variables = {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_BASE": f"{url}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+        "RELAY_EPISODE_URL": url,
+    }
+    # The endpoint is on this machine, whatever proxy the environment names.
+    return variables | make_loopback_exemption({"http_proxy": "any"})
