@@ -87,9 +87,7 @@ def make_app(
     app.add_api_route(HEALTH, _answer_health, methods=["GET"])
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_unexpected)
-    app.add_middleware(
-        AgentGuard, endpoint=endpoint, hosts=hosts, max_body_bytes=max_body_bytes
-    )
+    app.add_middleware(AgentGuard, endpoint=endpoint, hosts=hosts, max_body_bytes=max_body_bytes)
     return app
 
 

@@ -50,6 +50,8 @@ class ClientRules:
 
     honours_sampling: bool = False
     """Sample as the client asks; otherwise it is only recorded."""
+    announces_tools: bool = True
+    """Tell the model which tools a client offers."""
     refuses_long_replies: bool = False
     """Refuse a request for more tokens than are left instead of giving it what is left."""
     models: tuple[str, ...] = ()
@@ -101,7 +103,7 @@ class AgentEpisode:
     """Limit that a request has met."""
 
     def __post_init__(self) -> None:
-        self.record = EpisodeRecord(renderer=self.renderer)
+        self.record = self._make_record()
         self._answers: dict[bytes, _Answering] = {}
         self._num_asked: Counter[bytes] = Counter()
         self._is_closed = False
@@ -160,13 +162,16 @@ class AgentEpisode:
     def count_tokens(self, request: ChatRequest) -> int:
         """Return the tokens of a conversation, as a reply to it would read them."""
         try:
-            return len(EpisodeRecord(renderer=self.renderer).plan(request).context_ids)
+            return len(self._make_record().plan(request).context_ids)
         except RefusedMessageError as error:
             raise BadRequestError(str(error), field="messages") from error
 
     def list_models(self) -> list[str]:
         """Return the model names that are accepted, or that of any."""
         return [*self.rules.models] or [self.rules.name]
+
+    def _make_record(self) -> EpisodeRecord:
+        return EpisodeRecord(renderer=self.renderer, announces_tools=self.rules.announces_tools)
 
     async def _answer(self, request: ChatRequest, *, role: str) -> Answer:
         self.check_open()

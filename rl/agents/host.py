@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rl.agents.app import make_app
+from rl.agents.config import EndpointConfig
 from rl.agents.endpoint import Endpoint
 from rl.agents.episode import AgentEpisode, EpisodeSettings
 from rl.agents.plays import AgentResult, AgentSpec
+from rl.agents.process import AgentProcess
 from rl.agents.program import AgentProgram
+from rl.http.server import format_url, listen, make_server
+from rl.protocols import TokenGenerator
+from rl.rollouts.renderer import Renderer
 from rl.types import Branch, BranchRole, EndReason, Problem, Turn
 from rl.utils.printing import truncate
+from rl.utils.proxies import LOOPBACK_NAMES, is_loopback
 
 logger = logging.getLogger(__name__)
 
 SHOWN_OUTPUT = 500
 """Characters of an agent's last output in the reason of a failure."""
+STOP_S = 5.0
+"""Time for answers under way when the server ends."""
 KEPT_OUTPUT = 16_384
 """Characters of an agent's last output that reward functions read."""
 
@@ -114,3 +125,42 @@ class AgentHost:
             most=SHOWN_OUTPUT,
         )
         return f"{reason}; its last output: {last!r}" if last else f"{reason}; it wrote nothing"
+
+
+@asynccontextmanager
+async def open_host(
+    config: EndpointConfig,
+    *,
+    program: AgentProgram,
+    renderer: Renderer,
+    generator: TokenGenerator,
+) -> AsyncIterator[AgentHost]:
+    """Start the endpoint's server in this event loop, and the process of the agents.
+
+    Raises ValueError if the address is unavailable, RunError if the agent's function cannot be
+    loaded.
+    """
+    endpoint = Endpoint(generator=generator, renderer=renderer, rules=config.rules)
+    agents = AgentProcess(program.function or None, import_timeout_s=config.import_timeout_s)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(agents.close)
+        await agents.start()
+        listener = stack.enter_context(listen(config.host, config.port))
+        hosts = LOOPBACK_NAMES if is_loopback(config.host) else None
+        app = make_app(endpoint, max_body_bytes=config.max_body_mib << 20, hosts=hosts)
+        server = make_server(app)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+
+        async def stop() -> None:
+            endpoint.close()
+            server.should_exit = True
+            await asyncio.wait({serving}, timeout=STOP_S)
+
+        stack.push_async_callback(stop)
+        yield AgentHost(
+            endpoint=endpoint,
+            agents=agents,
+            program=program,
+            url=format_url(listener),
+            trained=config.trained_roles,
+        )

@@ -115,6 +115,8 @@ class EpisodeRecord:
     """
 
     renderer: Renderer
+    announces_tools: bool = True
+    """Tell the model which tools a client offers."""
     turns: dict[int, RecordedTurn] = field(default_factory=dict)
     """Answered turns by number."""
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -255,7 +257,7 @@ class EpisodeRecord:
 
     def _open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> np.ndarray:
         """Return the tokens of the first messages, with the announcement of the tools."""
-        if not tools:
+        if not (tools and self.announces_tools):
             return self.renderer.opening(messages)
         if self.renderer.template.reads_tools:
             return self.renderer.opening(messages, tools=[describe(tool) for tool in tools])

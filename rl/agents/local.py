@@ -1,0 +1,67 @@
+"""Player of agents in this process, for scripts and tests without actors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from rl.agents.config import EndpointConfig
+from rl.agents.episode import EpisodeSettings
+from rl.agents.host import AgentHost, PlayedEpisode, open_host
+from rl.agents.program import AgentProgram
+from rl.protocols import TokenGenerator
+from rl.rollouts.renderer import Renderer
+from rl.types import Completion, Problem, SamplingParams
+
+
+class GeneratorByKey:
+    """A `TokenGenerator` that passes the calls of each episode to a generator of its own."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[str | None, TokenGenerator] = {}
+
+    async def generate(
+        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
+    ) -> list[list[Completion]]:
+        generator = self.by_key[session]
+        return await generator.generate(prompts, sampling=sampling, session=session)
+
+
+class LocalPlayer:
+    """An `rl.agents.rollouts.AgentPlayer` whose endpoint runs in this event loop."""
+
+    def __init__(self, host: AgentHost, generators: GeneratorByKey) -> None:
+        self.host = host
+        self._generators = generators
+
+    async def play(
+        self,
+        problem: Problem,
+        *,
+        settings: EpisodeSettings,
+        time_limit_s: float,
+        generator: TokenGenerator,
+    ) -> PlayedEpisode:
+        self._generators.by_key[settings.key] = generator
+        try:
+            return await self.host.play(problem, settings=settings, time_limit_s=time_limit_s)
+        finally:
+            del self._generators.by_key[settings.key]
+
+
+@asynccontextmanager
+async def open_local_player(
+    config: EndpointConfig, *, program: AgentProgram, renderer: Renderer
+) -> AsyncIterator[LocalPlayer]:
+    """Start endpoint and agents; raises as `open_host`.
+
+    Example:
+        async with open_local_player(EndpointConfig(), program=program, renderer=renderer) as player:
+            episodes = AgentEpisodes(generator=generator, player=player, max_tokens=4096)
+            groups = await episodes.run(problems, sampling=sampling)
+    """
+    generators = GeneratorByKey()
+    async with open_host(config, program=program, renderer=renderer, generator=generators) as host:
+        yield LocalPlayer(host, generators)
