@@ -58,7 +58,7 @@ async def open_local_player(
     """Start endpoint and agents; raises as `open_host`.
 
     Example:
-        async with open_local_player(EndpointConfig(), program=program, renderer=renderer) as player:
+        async with open_local_player(config, program=program, renderer=renderer) as player:
             episodes = AgentEpisodes(generator=generator, player=player, max_tokens=4096)
             groups = await episodes.run(problems, sampling=sampling)
     """
