@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -29,6 +28,7 @@ from typing import TypeVar
 import psutil
 
 from actors.launch.compat import is_client_started, list_monarch_threads
+from rl.utils import secrets
 from rl.utils.errors import RunError
 from rl.utils.namespaces import (
     NETWORK,
@@ -49,21 +49,6 @@ MOVE = signal.SIGRTMIN + 7
 MOVE_LIMIT_S = 30.0
 MAX_NAMED = 3
 DOCS = "docs/running.md, Who can reach the actors"
-
-SECRET_NAME = re.compile(
-    r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(_|$)"
-    r"|(^|_)AUTH(_|$)|_(PWD|PAT|PASS)$",
-    re.IGNORECASE,
-)
-"""Names such as HF_TOKEN, AWS_ACCESS_KEY_ID, PGPASSWORD and SSH_AUTH_SOCK; not
-TOKENIZERS_PARALLELISM.
-"""
-PASSWORD = re.compile(r"PASS|PWD", re.IGNORECASE)
-SETTING = re.compile(r"\d{1,9}|true|false", re.IGNORECASE)
-"""Values that are no secret, unless the name is that of a password:
-VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD=1024.
-"""
-URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 _inside: ThreadPoolExecutor | None = None
 """The thread of this process's Python code in the namespace; None without a namespace."""
@@ -243,18 +228,7 @@ def _list_other_users() -> list[str]:
 
 def find_secrets(keep: Collection[str] = ()) -> list[str]:
     """Return the names of this process's environment that hold a secret, by name or by value."""
-    names = []
-    for name, value in os.environ.items():
-        if name not in keep and _is_secret(name, value):
-            names.append(name)
-    return names
-
-
-def _is_secret(name: str, value: str) -> bool:
-    if SECRET_NAME.search(name):
-        return bool(PASSWORD.search(name)) or not SETTING.fullmatch(value)
-    # A proxy's address stays, even with a password: without it an actor has no network.
-    return bool(URL_WITH_PASSWORD.search(value)) and not name.lower().endswith("_proxy")
+    return secrets.find_secrets(os.environ, keep=keep)
 
 
 def hide_secrets(keep: Collection[str] = ()) -> dict[str, str]:

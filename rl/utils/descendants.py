@@ -19,10 +19,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
@@ -34,20 +35,80 @@ END_S = 5.0
 longer.
 """
 _POLL_S = 0.005
+_SHORT_POLL_S = 0.001
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def run_guarded(work: Callable[[], None], *, release: Callable[[], None]) -> NoReturn:
+def run_guarded(
+    work: Callable[[], None],
+    *,
+    release: Callable[[], None],
+    clean_up: Callable[[], None] = lambda: None,
+) -> NoReturn:
     """Run `work` in a forked child, and end with it all that it has started.
 
     The child is ended when the parent ends or sends SIGTERM. Called in the main thread of a process
     that multiprocessing has spawned for this, which ends with the child's exit code. `release`
-    frees in the guard what only the child needs, such as its end of a pipe.
+    frees in the guard what only the child needs, such as its end of a pipe; `clean_up` is called
+    there once all processes are gone, however they ended.
 
     SIGTERM of anybody but the parent has no effect on both: a scheduler sends it to every process
     of a run.
     """
-    _Guard().run(work, release=release)
+    _Guard().run(work, release=release, clean_up=clean_up)
+
+
+def adopt_orphans() -> None:
+    """Make this process a subreaper: the parent of all below it that lose theirs."""
+    _set_option(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def is_killed_with(parent: int) -> bool:
+    """Have this process killed when its parent ends; return False if that has ended before."""
+    _set_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
+
+
+def end_children(*, keep: Collection[int] = ()) -> bool:
+    """Kill the children of this process, a subreaper, and all below them, and forget them.
+
+    Only children are killed, whose pids nobody else gets before this process has forgotten them;
+    each leaves its own children to this process. No other thread may wait for children.
+
+    Args:
+        keep: pids of children that stay, with all below them.
+
+    Returns:
+        False if some are left after `END_S`.
+    """
+    until = time.monotonic() + END_S
+    while living := [pid for pid in list_children() if pid not in keep]:
+        if time.monotonic() > until:
+            return False
+        for pid in living:
+            # Another user's program (setuid) may refuse, and is asked again.
+            with suppress(PermissionError, ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_SHORT_POLL_S)
+        for pid in living:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+    return True
+
+
+def list_children() -> list[int]:
+    """Return the pids of this process's children, zombies included."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        # Without this question, a process without children would look at those of the machine.
+        return []
+    pids: list[int] = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError):  # a thread that has ended
+            pids += [int(pid) for pid in file.read_text().split()]
+    # Kernels without CONFIG_PROC_CHILDREN lack the files.
+    return pids or [child.pid for child in psutil.Process().children()]
 
 
 class _Guard:
@@ -62,7 +123,13 @@ class _Guard:
         self._statuses: dict[int, int] = {}
         """Wait statuses of the worker, and of orphans that ended before its pid was known."""
 
-    def run(self, work: Callable[[], None], *, release: Callable[[], None]) -> NoReturn:
+    def run(
+        self,
+        work: Callable[[], None],
+        *,
+        release: Callable[[], None],
+        clean_up: Callable[[], None],
+    ) -> NoReturn:
         try:
             # `_await_request` takes SIGTERM.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -71,7 +138,7 @@ class _Guard:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             signal.signal(signal.SIGCHLD, self._forget_children)
-            _set_option(_PR_SET_CHILD_SUBREAPER, 1)
+            adopt_orphans()
             guard = os.getpid()
             self._worker = os.fork()
             if self._worker == 0:
@@ -84,6 +151,7 @@ class _Guard:
             self._statuses[self._worker] = 1 << 8
         finally:
             _end_descendants()
+            clean_up()
             _end_like(self._statuses.get(self._worker, 0))
 
     def _wait(self) -> None:
@@ -125,9 +193,8 @@ def _run_worker(work: Callable[[], None], *, guard: int) -> NoReturn:
         os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _set_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
         # The guard may have died before the option was set.
-        if os.getppid() == guard:
+        if is_killed_with(guard):
             work()
             code = 0
     except BaseException:  # noqa: BLE001  (reported here: nobody is above)
