@@ -1,0 +1,639 @@
+"""Agents in processes: their results and limits, what they leave behind, lost processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl.agents import play_folder, process
+from rl.agents.play_folder import remove_folder
+from rl.agents.plays import AgentSpec
+from rl.agents.process import AgentProcess, AgentProcessLostError
+from rl.types import Problem
+from rl.utils.errors import RunError
+from rl.utils.processes import identify
+from tests.support.forked import answer_in_fork
+from tests.support.playing_agents import DAEMON, PLACE, Played
+
+SECRETS = {
+    "TEST_API_KEY": "sk-secret",
+    "TEST_DATABASE": "postgres://me:secret@db/x",
+    "TEST_KEPT_TOKEN": "kept",
+    "TEST_PLAIN": "plain",
+}
+
+
+@pytest.fixture(scope="module")
+def played():
+    os.environ.update(SECRETS)
+    played = Played(keep_env=["TEST_KEPT_TOKEN"])
+    played.run(played.agents.start())
+    for name in SECRETS:
+        del os.environ[name]
+    yield played
+    played.close()
+
+
+@pytest.fixture
+def fresh():
+    """A process that a test may break."""
+    played = Played()
+    yield played
+    played.close()
+
+
+def root_of(played):
+    """Return the folder of the plays' folders."""
+    return Path(played.play("pwd").output.strip()).parents[1]
+
+
+def find_below(played):
+    """Return the zygote and the processes of plays."""
+    assert played.agents.process is not None
+    (zygote,) = psutil.Process(played.agents.process.pid).children()
+    return zygote, zygote.children(recursive=True)
+
+
+def assert_nothing_left(played):
+    assert find_below(played)[1] == []
+    assert list(root_of(played).iterdir()) == []
+
+
+def are_gone(pids, *, within_s=10.0):
+    ends = time.monotonic() + within_s
+    while any(identify(pid) is not None for pid in pids):
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+async def wait_for_pid(file):
+    async with asyncio.timeout(20):
+        while not (file.exists() and file.read_text().endswith("\n")):
+            await asyncio.sleep(0.005)
+    return [int(pid) for pid in file.read_text().split()]
+
+
+# Commands
+
+
+def test_command_returns_its_output_and_status(played):
+    result = played.play("sh", "-c", "echo out; echo err >&2; printf '\\377'")
+    assert (result.reason, result.status, result.value) == ("ok", 0, None)
+    assert result.output == "out\nerr\n\ufffd"
+    assert result.describe() == "ok"
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "says"),
+    [
+        (("sh", "-c", "exit 3"), 3, "exit status 3"),
+        (("sh", "-c", "kill -SEGV $$"), -11, "ended by SIGSEGV"),
+        (("no-such-program",), 127, "exit status 127"),
+        (("/etc/passwd",), 126, "exit status 126"),
+    ],
+)
+def test_failed_command_is_an_error_with_its_status(played, command, status, says):
+    result = played.play(*command)
+    assert (result.reason, result.status, result.describe()) == ("error", status, says)
+
+
+def test_command_that_does_not_exist_is_named(played):
+    output = played.play("no-such-program").output
+    assert "the agent cannot be started: [Errno 2] No such file" in output
+    assert "'no-such-program'" in output
+
+
+def test_command_finds_programs_in_the_path_of_its_own_environment(played, tmp_path):
+    (tmp_path / "my-agent").write_text("#!/bin/sh\necho mine")
+    (tmp_path / "my-agent").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    assert played.play("my-agent", env={"PATH": path}).output == "mine\n"
+
+
+def test_command_reads_nothing_and_has_a_session_with_default_signals(played):
+    code = (
+        "import os, signal, sys\n"
+        "print([sys.stdin.read(), os.getsid(0) == os.getpid(), sorted(os.listdir('/proc/self/fd')),"
+        "[signal.getsignal(n) is signal.SIG_IGN for n in (signal.SIGINT, signal.SIGTERM,"
+        "signal.SIGHUP, signal.SIGCHLD)], signal.pthread_sigmask(0, [])])"
+    )
+    result = played.play(sys.executable, "-c", code)
+    # 3 is the listing itself.
+    assert result.output == "['', True, ['0', '1', '2', '3'], [False, False, False, False], set()]\n"
+
+
+# Functions
+
+
+@pytest.mark.parametrize(
+    ("request_", "value"),
+    [
+        (("give", {"reward": 0.5, "turns": [1, "é", None]}), {"reward": 0.5, "turns": [1, "é", None]}),
+        (("give", None), None),
+        (("wait_and_show", "NAME"), "Ada"),
+    ],
+    ids=["sync", "none", "async"],
+)
+def test_function_returns_plain_data(played, request_, value):
+    result = played.call(*request_, env={"NAME": "Ada"})
+    assert (result.reason, result.status, result.output, result.value) == ("ok", 0, "", value)
+
+
+def test_function_gets_a_problem(played):
+    problem = Problem(id="p/7", question="?", answer="", info={"number": 7})
+    assert played.play(argument=problem).value == ["p/7", 7]
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "output"),
+    [
+        (("leave", 4), 4, ""),
+        (("leave", None), 0, ""),
+        (("leave", "bad luck"), 1, "bad luck\n"),
+        (("end_at_once", 5), 5, ""),
+        (("be_killed",), -11, ""),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, tuple) else "",
+)
+def test_function_ends_as_a_program_would(played, request_, status, output):
+    result = played.call(*request_)
+    assert (result.status, result.output) == (status, output)
+    assert result.reason == ("ok" if status == 0 else "error")
+
+
+def test_error_of_a_function_is_shown_with_its_traceback(played):
+    result = played.call("fail")
+    assert (result.reason, result.status, result.value) == ("error", 1, None)
+    assert result.output.startswith("before the error\nTraceback (most recent call last):\n")
+    assert result.output.endswith("LookupError: no such city\n")
+    assert "playing_agents.py" in result.output
+    assert "play_function.py" not in result.output
+
+
+def test_value_that_is_no_json_is_left_out_and_named(played):
+    result = played.call("give", {1, 2})
+    assert (result.reason, result.value) == ("ok", None)
+    assert "is not kept (TypeError: Object of type set is not JSON" in result.output
+
+
+def test_value_that_is_too_long_is_left_out_and_named(played):
+    result = played.call("give", "x" * 262_143)
+    assert (result.reason, result.value) == ("ok", None)
+    assert "is not kept (ValueError: 262145 bytes of JSON, at most 262144)" in result.output
+    assert len(played.call("give", "x" * 262_142).value) == 262_142
+
+
+def test_two_functions_at_once_have_different_environments(played, tmp_path):
+    async def meet():
+        requests = [("meet", str(tmp_path), name, other) for name, other in ("ab", "ba")]
+        calls = [played.agents.play(AgentSpec(argument=r, time_limit_s=20)) for r in requests]
+        return await asyncio.gather(*calls)
+
+    assert [result.value for result in played.run(meet())] == ["a", "b"]
+    assert played.call("show_variable", "MET").value[0] is None
+
+
+def test_plays_draw_different_random_numbers(played):
+    assert played.call("draw_number").value != played.call("draw_number").value
+
+
+def test_argument_that_does_not_pickle_is_refused(played):
+    with pytest.raises(ValueError, match=r"argument=<function .* cannot be sent"):
+        played.play(argument=lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("no_such_module:play", "cannot be loaded: there is no module 'no_such_module'"),
+        (PLACE.replace("obey", "obay"), "has no 'obay'; did you mean 'obey'"),
+    ],
+)
+def test_function_that_cannot_be_imported_is_told_at_the_start(function, says):
+    played = Played(function)
+    with pytest.raises(RunError, match=says):
+        played.run(played.agents.start())
+    assert played.agents.process is None
+    played.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("import os; os._exit(7)", r"ended while importing .*agent.py:play' \(exit code 7\)"),
+        ("import sys; sys.exit('no key')", r"cannot be loaded: SystemExit\('no key'\)"),
+        ("1 / 0", "cannot be loaded: .*ZeroDivisionError: division by zero"),
+    ],
+)
+def test_module_that_ends_its_process_is_told_at_the_start(tmp_path, line, says):
+    (tmp_path / "agent.py").write_text(line)
+    played = Played(f"{tmp_path}/agent.py:play")
+    with pytest.raises(RunError, match=says):
+        played.run(played.agents.start())
+    played.close()
+
+
+def test_import_that_takes_too_long_names_its_option(tmp_path):
+    (tmp_path / "agent.py").write_text("import time; time.sleep(600)")
+    played = Played(f"{tmp_path}/agent.py:play", import_timeout_s=0.3)
+    with pytest.raises(TimeoutError, match=r"agent.py:play' within import_timeout_s=0.3 s"):
+        played.run(played.agents.start())
+    played.close()
+
+
+def test_function_is_needed_without_a_command():
+    played = Played(None)
+    with pytest.raises(ValueError, match="command=None needs an AgentProcess with a function"):
+        played.play()
+    played.close()
+
+
+# Limits
+
+
+@pytest.mark.parametrize("request_", [(), ("hang",)], ids=["command", "function"])
+def test_agent_that_ignores_sigterm_ends_at_its_time_limit(played, request_):
+    command = () if request_ else ("sh", "-c", "trap '' TERM; while :; do :; done")
+    result = played.play(*command, argument=request_, time_limit_s=0.2)
+    assert (result.reason, result.status) == ("time limit", -9)
+    assert 0.2 <= result.wall_s < 5
+    assert result.cpu_s > 0.05
+    assert result.describe() == "stopped at its time limit"
+    assert_nothing_left(played)
+
+
+def test_flood_of_output_ends_with_its_last_part(played):
+    code = "i=0; while :; do i=$((i+1)); echo line $i; done"
+    result = played.play("sh", "-c", code, max_output_bytes=300_000)
+    assert (result.reason, result.status) == ("output limit", -9)
+    assert len(result.output) <= 65_536
+    # 300,000 bytes are about 25,000 lines.
+    assert int(result.output.rstrip().splitlines()[-2].split()[1]) > 20_000
+
+
+def test_output_within_its_limit_is_no_error(played):
+    code = "import sys; sys.stdout.write('a' * 99_999 + 'z')"
+    result = played.play(sys.executable, "-c", code, max_output_bytes=100_000)
+    assert (result.reason, len(result.output), result.output[-2:]) == ("ok", 65_536, "az")
+    assert played.play(sys.executable, "-c", code, max_output_bytes=99_999).reason == "output limit"
+
+
+def test_folder_over_its_limits_at_the_end_is_told(played):
+    code = "for i in 1 2 3; do echo x > $i; done; mkdir a; head -c 9000 /dev/zero > $TMPDIR/b"
+    assert played.play("sh", "-c", code, max_files=5, max_folder_bytes=30_000).reason == "ok"
+    assert played.play("sh", "-c", code, max_files=4).reason == "folder limit"
+    assert played.play("sh", "-c", code, max_folder_bytes=20_000).reason == "folder limit"
+
+
+def test_full_folder_ends_an_agent_that_runs(played):
+    code = "for i in $(seq 100); do echo x > $i; done; sleep 600"
+    result = played.play("sh", "-c", code, max_files=99)
+    assert (result.reason, result.status) == ("folder limit", -9)
+    assert result.wall_s < 10
+
+
+def test_single_file_is_bounded_by_the_kernel(played):
+    result = played.play("dd", "if=/dev/zero", "of=big", "bs=1M", max_folder_bytes=1 << 20)
+    assert (result.reason, result.status) == ("folder limit", -signal.SIGXFSZ)
+
+
+# What agents leave behind
+
+
+def test_daemon_in_a_session_of_its_own_is_gone_with_the_play(played, tmp_path):
+    code = 'import subprocess, sys; subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])'
+    wait = f"{sys.executable} -c '{code}' \"$0\" \"$1\"; while ! [ -s \"$1\" ]; do sleep 0.01; done"
+    result = played.play("sh", "-c", wait, DAEMON, str(tmp_path / "pid"))
+    assert result.reason == "ok"
+    (pid,) = map(int, (tmp_path / "pid").read_text().split())
+    assert identify(pid) is None
+    assert_nothing_left(played)
+
+
+@pytest.mark.parametrize("code", ["sleep 600 & echo done", "exec >&- 2>&-; sleep 0.01; exit 0"])
+def test_output_that_a_child_holds_or_the_agent_closes_delays_nothing(played, code):
+    result = played.play("sh", "-c", code)
+    assert (result.reason, result.output) == ("ok", "done\n" if "echo" in code else "")
+    assert result.wall_s < 5
+    assert_nothing_left(played)
+
+
+def test_many_children_are_gone_with_the_play(played):
+    code = "for i in $(seq 50); do setsid sh -c 'trap \"\" TERM; sleep 600 & wait' & done"
+    assert played.play("sh", "-c", code).reason == "ok"
+    assert_nothing_left(played)
+
+
+def test_working_folder_is_the_plays_own_and_removed(played):
+    code = "pwd; echo $HOME; echo $TMPDIR; echo $XDG_CACHE_HOME; ls -A; umask; mktemp; echo x > a"
+    first, second = (played.play("sh", "-c", code).output.split("\n") for _ in range(2))
+    work, home, temporary, cache, umask, made, _ = first
+    folder = Path(work).parent
+    assert [home, temporary, cache] == [f"{folder}/home", f"{folder}/tmp", f"{folder}/home/.cache"]
+    assert (umask, Path(made).parent) == ("0022", folder / "tmp")
+    assert second[0] != work
+    assert not folder.exists()
+    assert folder.parent.exists()
+
+
+def test_function_has_the_folders_too(played):
+    _, work, home = played.call("show_variable", "HOME").value
+    assert Path(home) == Path(work).parent / "home"
+    assert not Path(work).exists()
+
+
+def test_home_can_be_kept(played):
+    output = played.play("sh", "-c", "echo $HOME $TMPDIR", keep_home=True).output.split()
+    assert output[0] == os.environ["HOME"]
+    assert output[1] != os.environ.get("TMPDIR", "/tmp")
+
+
+def test_folder_without_permissions_is_removed(tmp_path):
+    """Root would need none."""
+    folder = tmp_path / "play"
+    (folder / "a" / "b").mkdir(parents=True)
+    (folder / "a" / "b" / "file").write_text("x")
+    (folder / "a" / "link").symlink_to(tmp_path)
+    (folder / "a" / "b").chmod(0)
+    (folder / "a").chmod(0o500)
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_uid == os.getuid() and os.getuid() == 0 and path != Path("/"):
+            path.chmod(path.stat().st_mode | 0o011)
+    if os.getuid() == 0:
+        tmp_path.chmod(0o777)
+        for path in (folder, folder / "a", folder / "a" / "b"):
+            os.chown(path, 65_534, 65_534)
+
+    def remove():
+        if os.getuid() == 0:
+            os.setuid(65_534)
+        remove_folder(str(folder))
+        return folder.exists()
+
+    assert answer_in_fork(remove) is False
+    assert tmp_path.exists()
+
+
+def test_deep_folder_is_removed(played):
+    code = "import os\nfor _ in range(3000):\n    os.mkdir('d'); os.chdir('d')"
+    assert played.play(sys.executable, "-c", code).status == 0
+    assert_nothing_left(played)
+
+
+# Files
+
+
+def test_files_are_written_and_collected(played, tmp_path):
+    (tmp_path / "outside").write_text("secret")
+    code = (
+        "cat src/in.txt; echo made > src/out.txt; ln -s src/out.txt link; mkfifo pipe;"
+        f"ln -s {tmp_path}/outside leaves; ln -s {tmp_path} folder; head -c 300000 /dev/zero > big"
+    )
+    collect = ("src/out.txt", "link", "leaves", "folder/outside", "pipe", "src", "none", "big")
+    result = played.play("sh", "-c", code, files={"src/in.txt": "né\n"}, collect=collect)
+    assert (result.reason, result.output) == ("ok", "né\n")
+    assert len(result.files["big"]) == play_folder.MAX_COLLECTED_BYTES == 262_144
+    assert {**result.files, "big": ""} == {"src/out.txt": "made\n", "link": "made\n", "big": ""}
+
+
+def test_files_are_collected_after_a_limit_too(played):
+    code = "echo half > answer; sleep 600"
+    result = played.play("sh", "-c", code, collect=("answer",), time_limit_s=0.3)
+    assert (result.reason, result.files) == ("time limit", {"answer": "half\n"})
+
+
+@pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../x", "a//b", "./a", "", "a/", "a\0b", 7])
+def test_path_outside_of_the_folder_is_refused(path):
+    for settings in ({"files": {path: ""}}, {"collect": (path,)}):
+        (name,) = settings
+        with pytest.raises(ValueError, match=rf"^{name}: .* must be a relative path in the working"):
+            AgentSpec(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"command": "ls -l"}, "command='ls -l' must be a tuple of texts"),
+        ({"command": ()}, r"command=\(\) must be a tuple of texts"),
+        ({"command": ("a", 1)}, r"command=\('a', 1\) must be a tuple of texts"),
+        ({"env": {"A=B": "c"}}, "env={'A=B': 'c'}: name and value must be texts"),
+        ({"env": {"A": 1}}, "env={'A': 1}: name and value must be texts"),
+        ({"files": {"a": "x", "a/b": "y"}}, "files: 'a' cannot be a file and hold 'a/b'"),
+        ({"files": {"a": b"x"}}, r"files\['a'\] must be a text"),
+        ({"collect": "a.txt"}, "collect='a.txt' must be a tuple of paths"),
+        ({"time_limit_s": 0}, "time_limit_s=0 must be finite and above 0"),
+        ({"time_limit_s": float("nan")}, "time_limit_s=nan must be finite and above 0"),
+        ({"max_files": 0}, "max_files=0 must be at least 1"),
+    ],
+)
+def test_bad_value_of_a_spec_is_refused(settings, says):
+    with pytest.raises(ValueError, match=says):
+        AgentSpec(**settings)
+
+
+def test_secrets_of_the_owner_are_left_out(played):
+    names = [*SECRETS, "OPENAI_API_KEY"]
+    result = played.play("env", env={"OPENAI_API_KEY": "of the endpoint"})
+    there = dict(line.split("=", 1) for line in result.output.splitlines() if "=" in line)
+    assert {name: there[name] for name in names if name in there} == {
+        "TEST_KEPT_TOKEN": "kept",
+        "TEST_PLAIN": "plain",
+        "OPENAI_API_KEY": "of the endpoint",
+    }
+    assert played.call("show_variable", "TEST_API_KEY").value[0] is None
+    assert played.call("show_variable", "TEST_PLAIN").value[0] == "plain"
+
+
+# Ends
+
+
+def test_cancelled_call_ends_its_agent(played, tmp_path):
+    async def cancel():
+        spec = AgentSpec(command=(sys.executable, "-c", DAEMON, str(tmp_path / "pid")))
+        task = asyncio.create_task(played.agents.play(spec))
+        pids = await wait_for_pid(tmp_path / "pid")
+        task.cancel()
+        await asyncio.wait([task])
+        return task, pids
+
+    task, pids = played.run(cancel())
+    assert task.cancelled()
+    assert are_gone(pids, within_s=0)
+    assert_nothing_left(played)
+
+
+def test_call_that_is_cancelled_at_once_leaves_nothing(played):
+    async def cancel_all():
+        spec = AgentSpec(command=("sleep", "600"))
+        tasks = [asyncio.create_task(played.agents.play(spec)) for _ in range(20)]
+        for task in tasks:
+            # At different points of their start.
+            await asyncio.sleep(0)
+            task.cancel()
+        start_s = time.monotonic()
+        await asyncio.wait(tasks)
+        return time.monotonic() - start_s
+
+    assert played.run(cancel_all()) < process.END_S
+    assert_nothing_left(played)
+
+
+def test_event_ends_an_agent_with_its_output(played, tmp_path):
+    async def end():
+        event = asyncio.Event()
+        code = f"echo half > answer; echo started; echo 1 > {tmp_path}/pid; sleep 600"
+        spec = AgentSpec(command=("sh", "-c", code), collect=("answer",))
+        task = asyncio.create_task(played.agents.play(spec, end=event))
+        await wait_for_pid(tmp_path / "pid")
+        event.set()
+        return await task
+
+    result = played.run(end())
+    assert (result.reason, result.status, result.output) == ("ended", -9, "started\n")
+    assert result.files == {"answer": "half\n"}
+
+
+def test_owner_is_not_blocked_while_agents_start_and_flood(played):
+    async def measure():
+        spec = AgentSpec(command=("yes",), max_output_bytes=4 << 20)
+        tasks = [asyncio.create_task(played.agents.play(spec)) for _ in range(8)]
+        used_s = time.process_time()
+        results = await asyncio.gather(*tasks)
+        return results, time.process_time() - used_s
+
+    results, used_s = played.run(measure())
+    assert {result.reason for result in results} == {"output limit"}
+    assert used_s < 0.5  # 32 MB are read elsewhere
+
+
+def test_hundred_quick_plays_at_once_finish(played):
+    async def play():
+        specs = [AgentSpec(argument=("give", i), time_limit_s=50) for i in range(100)]
+        return await asyncio.gather(*map(played.agents.play, specs))
+
+    assert [result.value for result in played.run(play())] == list(range(100))
+    assert_nothing_left(played)
+
+
+# Lost processes
+
+
+def test_killed_zygote_fails_what_runs_and_the_next_play_works(fresh, tmp_path):
+    async def kill():
+        spec = AgentSpec(command=(sys.executable, "-c", DAEMON, str(tmp_path / "pid")))
+        task = asyncio.create_task(fresh.agents.play(spec))
+        pids = await wait_for_pid(tmp_path / "pid")
+        find_below(fresh)[0].kill()
+        with pytest.raises(AgentProcessLostError, match="the agent process ended"):
+            await task
+        return pids
+
+    root = root_of(fresh)
+    pids = fresh.run(kill())
+    assert fresh.call("give", 3).value == 3
+    assert are_gone(pids, within_s=0)
+    assert not root.exists()
+    find_below(fresh)[0].kill()
+    assert fresh.call("give", 4).value == 4
+
+
+def test_agent_that_kills_its_guard_fails_alone(fresh, tmp_path):
+    first = fresh.play("pwd").output
+    with pytest.raises(AgentProcessLostError, match=r"guard of the agent ended \(signal 9\)"):
+        fresh.call("kill_parent", str(tmp_path / "pid"))
+    pids = [int(pid) for pid in (tmp_path / "pid").read_text().split()]
+    assert are_gone(pids, within_s=0)
+    assert_nothing_left(fresh)
+    assert Path(fresh.play("pwd").output).parents[1] == Path(first).parents[1]
+
+
+def test_guard_that_does_not_answer_is_given_up(fresh, monkeypatch):
+    monkeypatch.setattr(process, "ANSWER_S", 0.1)
+    stop = "kill -STOP $PPID; sleep 600"
+    with pytest.raises(AgentProcessLostError, match=r"did not answer within 0.1 s beyond"):
+        fresh.play("sh", "-c", stop, time_limit_s=0.2)
+    assert fresh.call("give", 3).value == 3
+    ends = time.monotonic() + 10
+    while find_below(fresh)[1]:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_sigterm_for_all_processes_of_a_run_does_not_end_guards(fresh):
+    fresh.call("give", 1)
+    zygote, _ = find_below(fresh)
+    guard = psutil.Process(fresh.agents.process.pid)
+    code = f"kill -TERM $PPID {zygote.pid} {guard.pid}; echo sent"
+    assert fresh.play("sh", "-c", code).output == "sent\n"
+    assert fresh.call("give", 2).value == 2
+    assert find_below(fresh)[0] == zygote
+
+
+def test_close_ends_agents_and_refuses_others(tmp_path):
+    played = Played(None)
+
+    async def close():
+        spec = AgentSpec(command=(sys.executable, "-c", DAEMON, str(tmp_path / "pid")))
+        task = asyncio.create_task(played.agents.play(spec))
+        pids = await wait_for_pid(tmp_path / "pid")
+        await played.agents.close()
+        return await task, pids
+
+    root = root_of(played)
+    result, pids = played.run(close())
+    assert (result.reason, result.status) == ("ended", -9)
+    assert are_gone(pids, within_s=0)
+    assert not root.exists()
+    with pytest.raises(RunError, match="the agent process was closed"):
+        played.play("true")
+    played.close()  # once more
+
+
+OWNER = """
+import asyncio, sys
+from rl.agents.plays import AgentSpec
+from rl.agents.process import AgentProcess
+from tests.support.playing_agents import DAEMON
+async def play():
+    spec = AgentSpec(command=(sys.executable, "-c", DAEMON, sys.argv[1]))
+    await AgentProcess().play(spec)
+if __name__ == "__main__":
+    asyncio.run(play())
+"""
+
+
+def test_killed_owner_leaves_no_process_and_no_folder(tmp_path):
+    (tmp_path / "owner.py").write_text(OWNER)
+    (tmp_path / "tmp").mkdir()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TMPDIR": str(tmp_path / "tmp"),
+    }
+    command = [sys.executable, str(tmp_path / "owner.py"), str(tmp_path / "pid")]
+    with subprocess.Popen(command, env=environment) as owner:
+        pids = asyncio.run(wait_for_pid(tmp_path / "pid"))
+        pids += [child.pid for child in psutil.Process(owner.pid).children(recursive=True)]
+        (root,) = (tmp_path / "tmp").glob("relay-agents-*")
+        owner.kill()
+    # Guard, zygote, guard of the play, agent; and Python's tracker of shared memory.
+    assert len(set(pids)) >= 4
+    assert are_gone(pids)
+    ends = time.monotonic() + 10
+    while root.exists():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_other_systems_are_refused(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ValueError, match="agents run on Linux only, not on darwin"):
+        AgentProcess()
