@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +17,42 @@ from rl.utils.sharing import ReadOnlyDict
 ReplyEnd = Literal["stop", "tool_calls", "length"]
 """Reason why a reply ended, as clients are told: its own end or a stop text, a call of a tool, or
 the limit of tokens."""
+ReplyExtra = Literal["logprobs", "token_ids", "token_names", "usage", "reasoning"]
+"""logprobs: of each token; token_ids: of prompt and completion; token_names: `token_id:7` instead
+of the texts of tokens; usage: at the end of a stream, elsewhere it is always told; reasoning: the
+thoughts of the reply."""
 NOTHING: Mapping[str, Any] = ReadOnlyDict()
+
+
+class RequestError(Exception):
+    """A request that is not answered with a reply, as a client is told of it."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        field: str = "",
+        code: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        """HTTP status: 4xx if the client can do something about it, else 5xx."""
+        self.field = field
+        """Path of the field that is wrong, such as `messages[2].content`; empty if none is."""
+        self.code = code
+        """Word for programs, such as "context_length_exceeded"."""
+        self.retry_after_s = retry_after_s
+        """Seconds after which the client should try again; None: it should not."""
+
+
+class BadRequestError(RequestError):
+    """A request with a field that is wrong or not supported."""
+
+    def __init__(self, message: str, *, field: str = "", status: int = 400, code: str = "") -> None:
+        super().__init__(message, status=status, field=field, code=code)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +84,23 @@ class ChatRequest:
     asked: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
     """Sampling that the client asked for, such as `temperature`, by field."""
     harmless: tuple[str, ...] = ()
-    """Names of the fields that were accepted and have no effect."""
-    wants: frozenset[str] = frozenset()
-    """Extras of the reply: "logprobs", "token_ids", "usage" (in a stream)."""
+    """Names of the fields that were accepted and have no effect, sorted."""
+    requires_call: bool = False
+    """True if the client asked that the reply call a tool (`tool_choice` "required" or "any"). The
+    model is not constrained, so that misses can be counted."""
+    allows_calls: bool = True
+    """False if the client asked for a reply without calls (`tool_choice` "none"). The tools are
+    announced all the same, since another announcement would be another beginning of the prompt;
+    calls in the reply are told as text."""
+    wants: frozenset[ReplyExtra] = frozenset()
+    """Extras of the reply."""
     top_logprobs: int = 0
+    """Alternatives per token that the client asked for. Only the sampled token is known."""
+
+    @property
+    def has_tools(self) -> bool:
+        """True if calls in the reply are read as such."""
+        return bool(self.tools) and self.allows_calls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +110,28 @@ class ReplyCall:
     id: str
     """Id by which the client answers, the same whenever the reply is given again."""
     call: ToolCall
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplyStart:
+    """The part of a reply that is known before its first token."""
+
+    id: str
+    created: int
+    model: str
+    prompt_ids: tuple[int, ...]
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenPiece:
+    """Tokens of a completion, in the order in which they were sampled."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float] = ()
+    """Nats, one for each token."""
+    texts: Sequence[str] = ()
+    """Text of each token; empty if texts are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -85,3 +155,21 @@ class ChatReply:
     """Tokens of the prompt that an earlier request of the conversation has had."""
     token_texts: tuple[str, ...] = ()
     """Text of each token of the completion; empty unless the client wants logprobs."""
+
+    @property
+    def start(self) -> ReplyStart:
+        return ReplyStart(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            prompt_ids=self.prompt_ids,
+            cached_tokens=self.cached_tokens,
+        )
+
+    @property
+    def tokens(self) -> TokenPiece:
+        return TokenPiece(
+            token_ids=self.completion.token_ids.tolist(),
+            logprobs=self.completion.logprobs.tolist(),
+            texts=self.token_texts,
+        )

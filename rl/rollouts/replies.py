@@ -209,7 +209,7 @@ def _read_call(
     white = _WHITESPACE.match(text, start + len(CALL_OPEN))
     assert white is not None  # the pattern matches everywhere
     body = white.end()
-    value, end, problem = _decode(text, body)
+    value, end, problem = decode_json(text, body)
     following = _CALL_MARKS.search(text, end)
     stop = len(text) if following is None else following.start()
     is_ended = following is not None and following.group() == CALL_CLOSE
@@ -228,7 +228,7 @@ def _read_call(
     return ReplyPart(kind="call", text=text[start:after], value=value, problem=problem), after
 
 
-def _decode(text: str, start: int) -> tuple[Any, int, str]:
+def decode_json(text: str, start: int) -> tuple[Any, int, str]:
     """Return the JSON value at `start`, its end, and what is wrong with it.
 
     An invalid value ends where it begins.
