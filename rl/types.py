@@ -263,6 +263,8 @@ class Rollout:
     failure: str | None = None
     """Reason why the environment failed (an error, a timeout); a failed rollout is not trained on.
     """
+    branches: tuple[Branch, ...] = ()
+    state: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if type(self.turns) is not tuple:

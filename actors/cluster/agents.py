@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from actors.agents import AgentEndpoint
 from actors.cluster.group import ActorGroup
@@ -73,7 +74,8 @@ class AgentClient:
                 )
             )
             try:
-                await asyncio.wait({playing, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+                either: list[asyncio.Future[Any]] = [playing, self._failed]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if self._failed.done():
                     self._failed.result()
                 (played,) = await playing
@@ -117,9 +119,9 @@ class AgentClient:
                     task.cancel()
                 continue
             for call_id in taken.cancelled:
-                task = self._running.get(call_id)
-                if task is not None:
-                    task.cancel()
+                running = self._running.get(call_id)
+                if running is not None:
+                    running.cancel()
             for call in taken.calls:
                 task = asyncio.create_task(self._answer(call))
                 self._running[call.id] = task

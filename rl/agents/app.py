@@ -14,8 +14,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Collection
-from types import ModuleType
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Request
@@ -28,7 +27,8 @@ from starlette.types import ASGIApp, Scope
 from rl.agents.dialects import chat, messages, responses
 from rl.agents.endpoint import Endpoint
 from rl.agents.episode import AgentEpisode, Answer, RequestIdentity
-from rl.agents.types import BadRequestError, ChatRequest, RequestError
+from rl.agents.reply_reader import ParsedReply
+from rl.agents.types import BadRequestError, ChatReply, ChatRequest, RequestError
 from rl.http.guard import AccessGuard, RefusedError
 from rl.utils.proxies import LOOPBACK_NAMES
 
@@ -36,11 +36,6 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "/episodes/"
 """Start of the paths that have the key of an episode in them."""
-DIALECTS: dict[str, ModuleType] = {
-    "/v1/chat/completions": chat,
-    "/v1/responses": responses,
-    "/v1/messages": messages,
-}
 KEEP_ALIVE_S = 5.0
 """Seconds between two signs of life of a stream. Shorter waits have the status of their error."""
 FIRST_TRY = "x-stainless-retry-count"
@@ -50,6 +45,22 @@ ROLE = "x-relay-role"
 SUB_AGENT = "x-openai-subagent"
 """Header by which Codex marks the requests of its sub-agents."""
 HEALTH = "/health"
+
+
+class Dialect(Protocol):
+    """Module that reads requests of one API and writes its replies."""
+
+    def read_request(self, body: Mapping[str, Any]) -> ChatRequest: ...
+
+    def make_body(
+        self, reply: ChatReply, request: ChatRequest, parsed: ParsedReply
+    ) -> dict[str, Any]: ...
+
+    def stream_body(self, reply: ChatReply, request: ChatRequest, parsed: ParsedReply) -> bytes: ...
+
+    def stream_error(self, error: RequestError, request: ChatRequest) -> bytes: ...
+
+    def make_error(self, error: RequestError) -> tuple[int, dict[str, Any]]: ...
 
 
 class Answerer(Protocol):
@@ -64,6 +75,13 @@ class Answerer(Protocol):
     def count_tokens(self, request: ChatRequest) -> int: ...
 
     def list_models(self) -> list[str]: ...
+
+
+DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": chat,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+}
 
 
 def make_app(
@@ -171,7 +189,7 @@ async def _reply(request: Request, answerer: Answerer) -> Response:
     path = _strip_prefix(request.url.path)
     dialect = DIALECTS[path]
     raw = await request.body()
-    wanted: ChatRequest = dialect.read_request(_read_json(raw))
+    wanted = dialect.read_request(_read_json(raw))
     identity = _identify(path, raw, request.headers)
     role = request.headers.get(ROLE, "sub-agent" if SUB_AGENT in request.headers else "")
     answering = asyncio.ensure_future(answerer.reply(wanted, identity=identity, role=role))
@@ -199,7 +217,7 @@ _NO_CACHE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 async def _stream(
-    answering: asyncio.Future[Answer], dialect: ModuleType, wanted: ChatRequest
+    answering: asyncio.Future[Answer], dialect: Dialect, wanted: ChatRequest
 ) -> AsyncIterator[bytes]:
     """Yield the events of a reply; signs of life before, and an error in place of a reply."""
     try:
@@ -210,7 +228,7 @@ async def _stream(
         answer = answering.result()
         yield dialect.stream_body(answer.reply, wanted, answer.parsed)
     except RequestError as error:
-        yield dialect.stream_error(error)
+        yield dialect.stream_error(error, wanted)
     finally:
         # The client has gone if this is not done.
         answering.cancel()
@@ -220,8 +238,9 @@ async def _wait_while_connected(request: Request, answering: asyncio.Future[Answ
     """Wait for an answer; cancel the wait and return False if the client disconnects."""
     # After the body the connection has nothing to say but its end.
     gone = asyncio.ensure_future(request.receive())
+    either: list[asyncio.Future[Any]] = [answering, gone]
     try:
-        await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return answering.done()
     finally:
         gone.cancel()

@@ -60,6 +60,7 @@ class UnluckyStarter(RoleStarter):
             model_spec=SPEC,
             hf_assets_path="none",
             rubric=reward_functions.alone(),
+            agents=None,
             logs=LogSettings(folder=tmp_path, console_level="ERROR"),
             trainer_arguments={},
         )

@@ -127,7 +127,9 @@ def test_command_reads_nothing_and_has_a_session_with_default_signals(played):
     )
     result = played.play(sys.executable, "-c", code)
     # 3 is the listing itself.
-    assert result.output == "['', True, ['0', '1', '2', '3'], [False, False, False, False], set()]\n"
+    assert (
+        result.output == "['', True, ['0', '1', '2', '3'], [False, False, False, False], set()]\n"
+    )
 
 
 # Functions
@@ -136,7 +138,10 @@ def test_command_reads_nothing_and_has_a_session_with_default_signals(played):
 @pytest.mark.parametrize(
     ("request_", "value"),
     [
-        (("give", {"reward": 0.5, "turns": [1, "é", None]}), {"reward": 0.5, "turns": [1, "é", None]}),
+        (
+            ("give", {"reward": 0.5, "turns": [1, "é", None]}),
+            {"reward": 0.5, "turns": [1, "é", None]},
+        ),
         (("give", None), None),
         (("wait_and_show", "NAME"), "Ada"),
     ],
@@ -310,7 +315,7 @@ def test_single_file_is_bounded_by_the_kernel(played):
 
 def test_daemon_in_a_session_of_its_own_is_gone_with_the_play(played, tmp_path):
     code = 'import subprocess, sys; subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])'
-    wait = f"{sys.executable} -c '{code}' \"$0\" \"$1\"; while ! [ -s \"$1\" ]; do sleep 0.01; done"
+    wait = f'{sys.executable} -c \'{code}\' "$0" "$1"; while ! [ -s "$1" ]; do sleep 0.01; done'
     result = played.play("sh", "-c", wait, DAEMON, str(tmp_path / "pid"))
     assert result.reason == "ok"
     (pid,) = map(int, (tmp_path / "pid").read_text().split())
@@ -414,7 +419,9 @@ def test_files_are_collected_after_a_limit_too(played):
 def test_path_outside_of_the_folder_is_refused(path):
     for settings in ({"files": {path: ""}}, {"collect": (path,)}):
         (name,) = settings
-        with pytest.raises(ValueError, match=rf"^{name}: .* must be a relative path in the working"):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: .* must be a relative path in the working"
+        ):
             AgentSpec(**settings)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rl.agents.branches import list_conversations
-from rl.agents.record import EpisodeRecord, RequestError
-from rl.agents.types import ChatRequest, ToolSpec
+from rl.agents.record import EpisodeRecord
+from rl.agents.types import BadRequestError, ChatRequest, ToolSpec
 from rl.rollouts.control_tokens import RefusedMessageError
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.types import Completion, Message, ToolCall
@@ -249,7 +249,7 @@ def test_a_request_without_an_answer_leaves_no_turn(qwen):
 def test_messages_that_the_template_cannot_continue_with_begin_a_branch(renderers):
     talk = Talk(renderers["gemma3"])
     talk.ask(user("Task"), reply="a")
-    with pytest.raises(RequestError, match="cannot be rendered"):
+    with pytest.raises(BadRequestError, match="cannot be rendered"):
         talk.ask(user("Task"), said("a"), tool("3"), tool("4"), reply="b")
 
 
@@ -262,7 +262,7 @@ def test_messages_that_the_template_cannot_continue_with_begin_a_branch(renderer
     ],
 )
 def test_conversations_without_an_answer_are_refused(qwen, messages, error):
-    with pytest.raises(RequestError, match=error):
+    with pytest.raises(BadRequestError, match=error):
         qwen.record.plan(ChatRequest(messages=messages))
 
 

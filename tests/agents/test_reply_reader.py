@@ -157,7 +157,17 @@ def test_call_without_arguments_and_several_closing_braces_at_once_are_complete(
 
 def test_no_part_of_a_call_is_told_as_content_while_the_call_is_written():
     reader = ReplyReader(call_format="hermes", reply_id="r1", has_tools=True)
-    for token in ("<tool_call>", "\n", '{"', "name", '": "', "add", '", "arguments', '": {}}', "\n"):
+    for token in (
+        "<tool_call>",
+        "\n",
+        '{"',
+        "name",
+        '": "',
+        "add",
+        '", "arguments',
+        '": {}}',
+        "\n",
+    ):
         assert reader.feed(token) == []
     assert len(reader.feed("</tool_call>")) == 1
 
@@ -244,7 +254,9 @@ def depends_on_later_thought(text):
         return True
     parts = split_reply(text)
     is_thought = bool(parts) and parts[0].kind == "thought"
-    return is_thought and not text.startswith(tuple(THOUGHT_MARKS)) and text.startswith(parts[0].text)
+    return (
+        is_thought and not text.startswith(tuple(THOUGHT_MARKS)) and text.startswith(parts[0].text)
+    )
 
 
 def test_parts_are_those_that_rewards_see():

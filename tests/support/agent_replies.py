@@ -31,7 +31,19 @@ ASKS: Mapping[str, dict[str, Any]] = {
     },
 }
 """Smallest request of each dialect; its replies tell thoughts."""
-VALUES = (1, -2.5, "x", "</tool_call>", "<think>", "}{", 'a"b\\', "é😀\n", None, True, [1, {"k": []}])
+VALUES = (
+    1,
+    -2.5,
+    "x",
+    "</tool_call>",
+    "<think>",
+    "}{",
+    'a"b\\',
+    "é😀\n",
+    None,
+    True,
+    [1, {"k": []}],
+)
 
 
 def make_request(dialect: str, **more: Any) -> ChatRequest:

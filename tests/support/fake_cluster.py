@@ -148,5 +148,6 @@ def fake_run(
         trainer=TrainerClient(cluster.trainer),
         publisher=cluster.pool,
         rewarder=RewardClient(cluster.reward, num_procs=1),
+        agents=None,
         limits=None,
     )

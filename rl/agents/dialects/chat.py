@@ -325,6 +325,12 @@ class ChatStream:
         return chunk
 
 
+def stream_error(error: RequestError, request: ChatRequest) -> bytes:
+    """Return the stream of a reply that has failed before its first token."""
+    start = ReplyStart(id="", created=0, model=request.model, prompt_ids=())
+    return ChatStream(request, start=start).fail(error)
+
+
 def stream_body(reply: ChatReply, request: ChatRequest, parsed: ParsedReply) -> bytes:
     """Return a whole reply as the stream of it."""
     stream = ChatStream(request, start=reply.start)

@@ -362,6 +362,12 @@ class MessagesStream:
         return frames
 
 
+def stream_error(error: RequestError, request: ChatRequest) -> bytes:
+    """Return the stream of a reply that has failed before its first token."""
+    start = ReplyStart(id="", created=0, model=request.model, prompt_ids=())
+    return MessagesStream(request, start=start).fail(error)
+
+
 def stream_body(reply: ChatReply, request: ChatRequest, parsed: ParsedReply) -> bytes:
     """Return a whole reply as the stream of it."""
     stream = MessagesStream(request, start=reply.start)

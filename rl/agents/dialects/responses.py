@@ -262,6 +262,12 @@ class ResponsesStream:
         return b"".join(frames)
 
 
+def stream_error(error: RequestError, request: ChatRequest) -> bytes:
+    """Return the stream of a reply that has failed before its first token."""
+    start = ReplyStart(id="", created=0, model=request.model, prompt_ids=())
+    return ResponsesStream(request, start=start).fail(error)
+
+
 def stream_body(reply: ChatReply, request: ChatRequest, parsed: ParsedReply) -> bytes:
     """Return a whole reply as the stream of it."""
     stream = ResponsesStream(request, start=reply.start)

@@ -1,0 +1,386 @@
+"""The endpoint over HTTP: replies, retries, disconnections, limits and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import httpx
+import pytest
+
+from rl.agents.episode import ClientRules
+from tests.support.agent_endpoint import serve
+
+HI = {"role": "user", "content": "Hi"}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def run(scenario, *args, **options):
+    async def serve_it():
+        async with serve(*args, **options) as served:
+            return await asyncio.wait_for(scenario(served), 30)
+
+    return asyncio.run(serve_it())
+
+
+def test_conversation_with_a_tool_is_one_branch_of_recorded_tokens():
+    async def scenario(served):
+        first = await served.chat(HI, tools=[ADD])
+        message = first["choices"][0]["message"]
+        assert first["choices"][0]["finish_reason"] == "tool_calls"
+        call = message["tool_calls"][0]
+        assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+        second = await served.chat(HI, message, result, tools=[ADD])
+        assert second["choices"][0]["message"]["content"] == "It is 3."
+        usage = second["usage"]
+        found = served.episode.list_conversations(trained=("main",))
+        assert [branch.turns for branch in found.branches] == [(0, 1)]
+        first_turn, second_turn = found.turns
+        num_before = len(first_turn.prompt_ids) + len(first_turn.completion.token_ids)
+        assert usage["prompt_tokens"] == num_before + len(second_turn.prompt_ids)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == num_before
+        assert [turn.text for turn in found.turns] == [CALL, "It is 3."]
+
+    run(scenario, lambda text: "It is 3." if "<tool_response>" in text else CALL, max_reply=128)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [HI]}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [HI], "max_tokens": 50}),
+    ],
+)
+def test_every_dialect_answers_whole_and_streamed(path, body):
+    async def scenario(served):
+        body["model"] = "m"
+        whole = await served.post(path, body)
+        assert whole.status_code == 200, whole.text
+        assert "Hello." in whole.text
+        streamed = await served.post(path, body | {"stream": True})
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert "Hello." in streamed.text
+        # The same conversation, asked with other bytes.
+        causes = [b.cause for b in served.episode.list_conversations(trained=()).branches]
+        assert causes == ["", "again"]
+
+    run(scenario)
+
+
+def test_key_is_read_from_either_header_or_the_path():
+    async def scenario(served):
+        path, body = "/v1/chat/completions", {"model": "m", "messages": [HI]}
+        for url, headers in (
+            (path, {"authorization": f"Bearer {served.key}"}),
+            (path, {"x-api-key": served.key}),
+            (f"/episodes/{served.key}{path}", {"authorization": "Bearer another"}),
+        ):
+            answer = await served.http.post(served.url + url, json=body, headers=headers)
+            assert answer.status_code == 200, url
+        for headers in ({}, {"x-api-key": "sk-relay-wrong"}):
+            answer = await served.http.post(served.url + path, json=body, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["type"] == "authentication_error"
+
+    run(scenario)
+
+
+def test_other_hosts_are_refused():
+    async def scenario(served):
+        answer = await served.post("/v1/chat/completions", {}, host="evil.example")
+        assert answer.status_code == 421
+
+    run(scenario)
+
+
+def test_run_decides_the_sampling():
+    async def scenario(served):
+        await served.chat(HI, temperature=0.2, top_p=0.5, seed=1, max_tokens=7, stop=["x"])
+        _, sampling = served.generator.calls[0]
+        assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (1.0, 1.0, 7)
+        assert sampling.stop_texts == ("x",)
+
+    run(scenario)
+
+
+def test_client_decides_the_sampling_where_the_rules_say_so():
+    async def scenario(served):
+        await served.chat(HI, temperature=0.2, top_p=0.5)
+        _, sampling = served.generator.calls[0]
+        assert (sampling.temperature, sampling.top_p) == (0.2, 0.5)
+
+    run(scenario, rules=ClientRules(honours_sampling=True))
+
+
+def test_stop_text_is_told_without_it_and_matched_without_it():
+    async def scenario(served):
+        first = await served.chat(HI, stop=["Observation:"])
+        assert first["choices"][0]["message"]["content"] == "Think. "
+        echo = {"role": "assistant", "content": "Think."}
+        await served.chat(HI, echo, {"role": "user", "content": "go"})
+        (branch,) = served.episode.list_conversations(trained=()).branches
+        assert branch.turns == (0, 1)
+        assert served.episode.record.turns[0].turn.text == "Think. Observation:"
+
+    run(scenario, lambda text: "Think. Observation:")
+
+
+# Retries
+
+
+def test_same_bytes_are_answered_once():
+    async def scenario(served):
+        first, second = await served.chat(HI), await served.chat(HI)
+        assert first == second
+        assert len(served.generator.calls) == 1
+        assert served.episode.counts["retries"] == 1
+
+    run(scenario)
+
+
+def test_a_retry_waits_for_the_reply_under_way():
+    async def scenario(served):
+        served.generator.go_on = asyncio.Event()
+        first = asyncio.create_task(served.chat(HI, headers={"x_stainless_retry_count": "0"}))
+        await _until(lambda: served.generator.calls)
+        second = asyncio.create_task(served.chat(HI, headers={"x_stainless_retry_count": "1"}))
+        await _until(lambda: served.episode.counts["retries"])
+        served.generator.go_on.set()
+        assert await first == await second
+        assert len(served.generator.calls) == 1
+
+    run(scenario)
+
+
+def test_a_first_try_after_a_delivered_reply_is_another_sample():
+    async def scenario(served):
+        for _ in range(2):
+            await served.chat(HI, headers={"x_stainless_retry_count": "0"})
+        assert len(served.generator.calls) == 2
+        seeds = [sampling.seed for _, sampling in served.generator.calls]
+        assert seeds[0] != seeds[1]
+
+    run(scenario)
+
+
+def test_idempotency_key_names_the_request():
+    async def scenario(served):
+        headers = {"idempotency_key": "a", "x_stainless_retry_count": "0"}
+        first = await served.chat(HI, headers=headers)
+        second = await served.chat(HI, temperature=0.5, headers=headers)
+        assert first == second
+        assert len(served.generator.calls) == 1
+
+    run(scenario)
+
+
+def test_a_client_that_times_out_and_asks_again_gets_the_first_reply():
+    async def scenario(served):
+        served.generator.go_on = asyncio.Event()
+        with pytest.raises(httpx.ReadTimeout):
+            await served.http.post(
+                f"{served.url}/v1/chat/completions",
+                json={"model": "any", "messages": [HI]},
+                headers={"x-api-key": served.key},
+                timeout=0.2,
+            )
+        await _until(lambda: served.episode.counts["disconnects"])
+        again = asyncio.create_task(served.chat(HI))
+        await _until(lambda: served.episode.counts["retries"])
+        served.generator.go_on.set()
+        await again
+        assert len(served.generator.calls) == 1
+        assert served.generator.cancelled == 0
+
+    run(scenario)
+
+
+def test_a_client_that_is_gone_cancels_its_reply(monkeypatch):
+    monkeypatch.setattr("rl.agents.episode.GRACE_S", 0.05)
+
+    async def scenario(served):
+        served.generator.go_on = asyncio.Event()
+        asking = asyncio.create_task(served.chat(HI))
+        await _until(lambda: served.generator.calls)
+        asking.cancel()
+        await _until(lambda: served.generator.cancelled)
+        assert served.episode.list_conversations(trained=()).turns == ()
+
+    run(scenario)
+
+
+def test_a_stream_shows_signs_of_life(monkeypatch):
+    monkeypatch.setattr("rl.agents.app.KEEP_ALIVE_S", 0.02)
+
+    async def scenario(served):
+        served.generator.go_on = asyncio.Event()
+        body = {"model": "m", "messages": [HI], "stream": True}
+        headers = {"x-api-key": served.key}
+        url = f"{served.url}/v1/chat/completions"
+        async with served.http.stream("POST", url, json=body, headers=headers) as answer:
+            lines = answer.aiter_lines()
+            assert await anext(lines) == ": keep-alive"
+            served.generator.go_on.set()
+            rest = [line async for line in lines]
+        assert rest[-2] == "data: [DONE]"
+
+    run(scenario)
+
+
+# Limits and errors
+
+
+def test_an_ended_episode_is_a_409():
+    async def scenario(served):
+        served.endpoint.end(served.episode)
+        answer = await served.post("/v1/messages", {"model": "m", "messages": [HI]})
+        assert answer.status_code == 409
+        assert answer.json() == {
+            "type": "error",
+            "error": {"type": "conflict_error", "message": "the episode has ended"},
+        }
+
+    run(scenario)
+
+
+def test_a_prompt_beyond_the_context_is_recognised_by_agents():
+    async def scenario(served):
+        long = {"role": "user", "content": "x" * 200}
+        answer = await served.post("/v1/chat/completions", {"model": "m", "messages": [long]})
+        error = answer.json()["error"]
+        assert answer.status_code == 400
+        assert error["code"] == "context_length_exceeded"
+        assert error["param"] == "messages"
+        assert "prompt is too long: " in error["message"]
+        assert "tokens > 100 maximum" in error["message"]
+
+    run(scenario, max_context=100)
+
+
+def test_reply_is_cut_to_what_is_left_or_refused():
+    async def scenario(served):
+        reply = await served.chat(HI, max_tokens=16_384)
+        assert served.generator.calls[0][1].max_tokens == 64
+        assert reply["choices"][0]["finish_reason"] == "stop"
+
+    run(scenario)
+
+    async def refused(served):
+        body = {"model": "m", "messages": [HI], "max_tokens": 65}
+        answer = await served.post("/v1/chat/completions", body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "max_tokens"
+
+    run(refused, rules=ClientRules(refuses_long_replies=True))
+
+
+def test_number_of_replies_is_limited():
+    async def scenario(served):
+        await served.chat(HI)
+        answer = await served.post("/v1/chat/completions", {"model": "m", "messages": [HI, HI]})
+        assert answer.status_code == 403
+        assert "its 1 replies" in answer.json()["error"]["message"]
+        assert served.episode.reached == "turns"
+
+    run(scenario, max_requests=1)
+
+
+def test_tokens_of_all_turns_are_limited():
+    async def scenario(served):
+        await served.chat(HI)
+        answer = await served.post("/v1/chat/completions", {"model": "m", "messages": [HI, HI]})
+        assert answer.status_code == 403
+        assert served.episode.reached == "tokens"
+
+    run(scenario, max_tokens=50)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [HI], "logit_bias": {"1": 2}}, "logit_bias"),
+        ({"messages": [HI], "tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"messages": [HI, {"role": "assistant", "content": "a"}]}, "messages"),
+    ],
+)
+def test_bad_fields_are_named(body, field):
+    async def scenario(served):
+        answer = await served.post("/v1/chat/completions", {"model": "m"} | body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == field
+
+    run(scenario)
+
+
+def test_a_large_body_an_invalid_one_and_an_unknown_path_are_refused():
+    async def scenario(served):
+        large = await served.post("/v1/chat/completions", b"x" * 200)
+        broken = await served.post("/v1/responses", b"{")
+        unknown = await served.post("/v1/embeddings", {})
+        assert [large.status_code, broken.status_code, unknown.status_code] == [413, 400, 404]
+        for answer in (large, broken, unknown):
+            assert answer.json()["error"]["message"]
+
+    run(scenario, max_body_bytes=150)
+
+
+def test_model_names_are_accepted_unless_the_rules_list_them():
+    async def scenario(served):
+        answer = await served.post("/v1/chat/completions", {"model": "gpt-4o", "messages": [HI]})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+        listed = await served.http.get(f"{served.url}/v1/models", headers={"x-api-key": served.key})
+        assert [model["id"] for model in listed.json()["data"]] == ["mine"]
+
+    run(scenario, rules=ClientRules(models=("mine",)))
+
+
+def test_count_tokens_counts_what_a_reply_reads():
+    async def scenario(served):
+        body = {"model": "m", "messages": [HI]}
+        count = await served.post("/v1/messages/count_tokens", body)
+        reply = await served.post("/v1/messages", body | {"max_tokens": 9})
+        assert count.json() == {"input_tokens": reply.json()["usage"]["input_tokens"]}
+
+    run(scenario)
+
+
+def test_reward_is_taken_from_the_agent():
+    async def scenario(served):
+        posted = await served.post("/v1/reward", {"reward": 0.5, "steps": 3})
+        assert posted.json() == {"posted": {"reward": 0.5, "steps": 3.0}}
+        assert served.episode.posted == {"reward": 0.5, "steps": 3.0}
+        for body in ({}, {"reward": "high"}, {"reward": float("inf")}):
+            answer = await served.post("/v1/reward", json.dumps(body).encode())
+            assert answer.status_code == 400
+
+    run(scenario)
+
+
+def test_keys_are_in_no_log(caplog):
+    caplog.set_level(logging.DEBUG)
+
+    async def scenario(served):
+        await served.chat(HI)
+        await served.http.get(f"{served.url}/episodes/{served.key}/nothing")
+        assert served.key not in repr(served.episode.settings)
+        return served.key
+
+    key = run(scenario)
+    logged = [r.getMessage() for r in caplog.records if r.name.startswith(("rl", "uvicorn"))]
+    assert not any(key in text for text in logged)
+
+
+async def _until(condition):
+    """Wait until a condition is true."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
