@@ -76,6 +76,9 @@ def guard_play(
     play = _Play(request, link=link, zygote=watched, folder=place)
     try:
         result = play.run(function, base_env=base_env)
+    except _ZygoteEndedError:
+        # Without a result: the owner is told that the play was lost.
+        return
     finally:
         # After an error in the guard as well, whose end the zygote tells the owner.
         end_children()
@@ -114,6 +117,10 @@ def _receive(link: socket.socket, length: int) -> bytes:
             raise EOFError
         data += chunk
     return bytes(data)
+
+
+class _ZygoteEndedError(Exception):
+    """The zygote ended during the play, and this guard is about to be killed."""
 
 
 class _Play:
@@ -213,7 +220,10 @@ class _Play:
         return pid
 
     def _watch(self, end: int, *, until_s: float) -> PlayEnd | None:
-        """Wait until the agent ends or has to be ended; return the reason of the second."""
+        """Wait until the agent ends or has to be ended; return the reason of the second.
+
+        Raises _ZygoteEndedError.
+        """
         spec, look_s = self._spec, time.monotonic() + LOOK_S
         poll = select.poll()
         for descriptor in (end, self._reading, self._link.fileno(), self._zygote):
@@ -236,8 +246,10 @@ class _Play:
                 return "output limit"
             if end in ready:
                 return None
-            # The owner sends nothing more: these are ends.
-            if not ready.isdisjoint((self._link.fileno(), self._zygote)):
+            if self._zygote in ready:
+                raise _ZygoteEndedError
+            # The owner sends nothing more: this is the end of its direction.
+            if self._link.fileno() in ready:
                 return "ended"
 
     def _is_folder_full(self) -> bool:

@@ -37,9 +37,10 @@ logger = logging.getLogger(__name__)
 
 IMPORT_S = 300.0
 """Time in which the function's module must be imported, unless it is given."""
-NUM_STARTING = 16
-"""Plays whose processes are started at the same time: more would not be faster, and their requests
-would fill the zygote's socket."""
+NUM_STARTING = 4
+"""Plays whose processes are started at the same time. One process forks them all: with 16, on 2
+cores, 400 quick plays took as long, and the owner's event loop waited longer for a core. Hundreds
+of requests would fill the zygote's socket."""
 BEGIN_S = 60.0
 """Longest wait for the guard of a play to begin."""
 ANSWER_S = 30.0
@@ -56,6 +57,10 @@ class AgentProcessLostError(Exception):
 
     The agent has been ended too. Another play can be started.
     """
+
+
+class _NotBegunError(AgentProcessLostError):
+    """The process of all agents ended before it started this one."""
 
 
 class AgentProcess:
@@ -139,28 +144,11 @@ class AgentProcess:
             ValueError: the argument does not pickle, or there is no function and no command.
         """
         request = self._make_request(spec)
-        ours, theirs = socket.socketpair()
-        number = next(self._numbers)
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with ours, theirs:
-            ours.setblocking(False)
-            try:
-                async with self._starting:
-                    await self.start()
-                    self._plays[ours] = done
-                    await self._begin(number, ours, theirs, request=request)
-                return await self._await_result(number, ours, limit_s=spec.time_limit_s, end=end)
-            except asyncio.CancelledError:
-                # Otherwise the end of the others' copies would not be noticed.
-                theirs.close()
-                await _end_play(ours)
-                raise
-            except AgentProcessLostError:
-                self._check_open()
-                raise
-            finally:
-                self._plays.pop(ours, None)
-                done.set_result(None)
+        try:
+            return await self._play_once(spec, request=request, end=end)
+        except _NotBegunError:
+            # Killed a moment ago, perhaps: nothing has been started, so that it can be repeated.
+            return await self._play_once(spec, request=request, end=end)
 
     async def close(self) -> None:
         """End all agents, whose plays return the reason "ended", and the process. Idempotent."""
@@ -170,6 +158,9 @@ class AgentProcess:
             _ask_for_end(link)
         if plays:
             await asyncio.wait(plays, timeout=END_S)
+        # An import may take long: its end wakes the call that waits for it.
+        if self.process is not None and self.process.pid is not None:
+            self.process.terminate()
         async with self._changing:
             await self._end()
 
@@ -210,6 +201,7 @@ class AgentProcess:
                 await asyncio.shield(starting)
             finally:
                 await asyncio.wait([starting])
+        self._check_open()
         limit_s, content = self._import_timeout_s, b""
         try:
             async with asyncio.timeout(limit_s):
@@ -223,6 +215,7 @@ class AgentProcess:
             ) from None
         if not content:
             await asyncio.to_thread(self.process.join, END_S)
+            self._check_open()
             code = self.process.exitcode
             how = f"killed by {signal_name(-code)}" if code and code < 0 else f"exit code {code}"
             raise RunError(
@@ -239,17 +232,45 @@ class AgentProcess:
                 ", ".join(report.threads),
             )
 
+    async def _play_once(
+        self, spec: AgentSpec, *, request: bytes, end: asyncio.Event | None
+    ) -> AgentResult:
+        ours, theirs = socket.socketpair()
+        number = next(self._numbers)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with ours, theirs:
+            ours.setblocking(False)
+            try:
+                async with self._starting:
+                    await self.start()
+                    self._plays[ours] = done
+                    await self._begin(number, ours, theirs, request=request)
+                return await self._await_result(number, ours, limit_s=spec.time_limit_s, end=end)
+            except asyncio.CancelledError:
+                # Otherwise the end of the others' copies would not be noticed.
+                theirs.close()
+                await _end_play(ours)
+                raise
+            except AgentProcessLostError:
+                self._check_open()
+                raise
+            finally:
+                self._plays.pop(ours, None)
+                done.set_result(None)
+
     async def _begin(
         self, number: int, ours: socket.socket, theirs: socket.socket, *, request: bytes
     ) -> None:
         """Hand the link of a play to the zygote, and the request to the guard that it forks."""
         loop, begun = asyncio.get_running_loop(), b""
-        assert self._link is not None
+        # Another play may replace it while this one waits.
+        link = self._link
+        assert link is not None
         try:
-            socket.send_fds(self._link, [PLAY + b" %d" % number], [theirs.fileno()])
+            socket.send_fds(link, [PLAY + b" %d" % number], [theirs.fileno()])
         except OSError as error:
-            self._lose()
-            raise AgentProcessLostError(f"the agent process ended ({error.strerror})") from error
+            link.close()
+            raise _NotBegunError(f"the agent process ended ({error.strerror})") from error
         theirs.close()
         try:
             async with asyncio.timeout(BEGIN_S):
@@ -262,10 +283,14 @@ class AgentProcess:
                     return
                 content = begun + await _read_to_end(ours)
         except TimeoutError:
-            self._lose()
+            # The next play starts another process.
+            link.close()
             raise AgentProcessLostError(
                 f"the agent process did not start an agent within {BEGIN_S:g} s"
             ) from None
+        if not content:
+            link.close()
+            raise _NotBegunError("the agent process ended before it started the agent")
         raise AgentProcessLostError(_read_reason(content))
 
     async def _await_result(
@@ -297,11 +322,6 @@ class AgentProcess:
         with contextlib.suppress(OSError):
             if self._link is not None:
                 self._link.send(KILL + b" %d" % number)
-
-    def _lose(self) -> None:
-        """Give up the process; the next play starts another."""
-        if self._link is not None:
-            self._link.close()
 
     async def _end(self) -> None:
         """End the process and all agents, if there is one, and wait for the end."""

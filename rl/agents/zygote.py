@@ -80,15 +80,20 @@ def _serve(
         loaded = None if function is None else _load(function)
     except BaseException as error:  # noqa: BLE001  (a module may also call sys.exit)
         problem = str(error) if isinstance(error, ValueError) else describe_value(error)
-        link.send(pickle.dumps(ZygoteReport(problem=truncate(problem))))
+        _report(link, ZygoteReport(problem=truncate(problem)))
         return
     threads = [thread.name for thread in threading.enumerate()][1:]
     zygote = _Zygote(link, function=loaded, base_env=base_env, root=root)
     # What the imports have made is shared with all agents, as long as no collection writes to it.
     gc.collect()
     gc.freeze()
-    link.send(pickle.dumps(ZygoteReport(root=root, threads=tuple(threads[:10]))))
+    _report(link, ZygoteReport(root=root, threads=tuple(threads[:10])))
     zygote.serve()
+
+
+def _report(link: socket.socket, report: ZygoteReport) -> None:
+    with suppress(OSError):  # the owner has gone
+        link.send(pickle.dumps(report))
 
 
 def _load(place: str) -> Callable[[Any], Any]:

@@ -254,6 +254,35 @@ def test_import_that_takes_too_long_names_its_option(tmp_path):
     played.close()
 
 
+def test_threads_of_the_import_are_told(tmp_path, caplog):
+    (tmp_path / "agent.py").write_text(
+        "import threading\n"
+        "threading.Thread(target=threading.Event().wait, name='of-the-import', daemon=True).start()"
+        "\ndef play(x): return threading.active_count()\n"
+    )
+    played = Played(f"{tmp_path}/agent.py:play")
+    assert played.play().value == 1
+    assert "agent.py:play started threads, which agents do not have: of-the-import" in caplog.text
+    played.close()
+
+
+def test_close_does_not_wait_for_an_import(tmp_path):
+    (tmp_path / "agent.py").write_text(
+        f"import time; open('{tmp_path}/pid', 'w').write('1\\n'); time.sleep(600)"
+    )
+    played = Played(f"{tmp_path}/agent.py:play")
+
+    async def close():
+        starting = asyncio.create_task(played.agents.start())
+        await wait_for_pid(tmp_path / "pid")
+        await played.agents.close()
+        with pytest.raises(RunError, match="the agent process was closed"):
+            await starting
+
+    played.run(asyncio.wait_for(close(), 30))
+    played.close()
+
+
 def test_function_is_needed_without_a_command():
     played = Played(None)
     with pytest.raises(ValueError, match="command=None needs an AgentProcess with a function"):
@@ -528,6 +557,16 @@ def test_hundred_quick_plays_at_once_finish(played):
 
     assert [result.value for result in played.run(play())] == list(range(100))
     assert_nothing_left(played)
+
+
+def test_plays_leave_no_descriptor_open(played):
+    played.play("true")
+    zygote, _ = find_below(played)
+    before = (psutil.Process().num_fds(), zygote.num_fds())
+    for _ in range(5):
+        played.play("true")
+        played.play("no-such-program")
+    assert (psutil.Process().num_fds(), zygote.num_fds()) == before
 
 
 # Lost processes

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -79,7 +80,7 @@ def hang():
 def kill_parent(file):
     """Start a daemon, then kill the guard of this play."""
     subprocess.Popen([sys.executable, "-c", DAEMON, file])
-    while not os.path.exists(file) or not open(file).read().endswith("\n"):
+    while not os.path.exists(file) or not Path(file).read_text().endswith("\n"):
         time.sleep(0.001)
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(600)
