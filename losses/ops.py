@@ -113,6 +113,12 @@ KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 Normalization = Literal["token_mean", "sequence_mean", "constant", "none"]
 
 
+def name_sequence_normalization(normalization: Normalization) -> str | None:
+    """Return "normalization='sequence_mean'" or "... 'constant'"; None if it counts tokens only."""
+    counts_sequences = normalization in ("sequence_mean", "constant")
+    return f"normalization={normalization!r}" if counts_sequences else None
+
+
 @dataclass(kw_only=True, slots=True)
 class NormalizedLoss(ABC):
     """Base of losses that sum over tokens, with a choice of length normalization.
@@ -126,7 +132,8 @@ class NormalizedLoss(ABC):
         none             sum l_t
 
     Sums and denominators are added over micro-batches, calls and ranks before the one division, so
-    the normalization is that of the whole step. A sequence without valid tokens counts in S.
+    the normalization is that of the whole step. A sequence without valid tokens counts in S. The
+    rows of an episode are one sequence.
 
     Raises:
         ValueError: if `tokens_per_sequence` is missing or not positive with "constant", or set with
@@ -151,6 +158,11 @@ class NormalizedLoss(ABC):
                 f"tokens_per_sequence={length} has no effect with "
                 f"normalization={self.normalization!r}: must be None, or normalization 'constant'"
             )
+
+    @property
+    def sequence_setting(self) -> str | None:
+        """Setting by which the loss reads sequences, see `losses.types.Loss`."""
+        return name_sequence_normalization(self.normalization)
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossOutput:

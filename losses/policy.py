@@ -40,6 +40,7 @@ from losses.ops import (
     bounded_exp,
     drawn_tokens,
     masked_sum,
+    name_sequence_normalization,
     over_sequences,
 )
 from losses.types import LossInputs, LossOutput
@@ -136,6 +137,12 @@ class PolicyLoss(NormalizedLoss):
     @property
     def uses_entropy(self) -> bool:
         return self.entropy_coef != 0.0
+
+    @property
+    def sequence_setting(self) -> str | None:
+        if self.correction is not None and self.correction.level != "token":
+            return f"correction.level={self.correction.level!r}"
+        return name_sequence_normalization(self.normalization)
 
     def __post_init__(self) -> None:
         NormalizedLoss.__post_init__(self)
@@ -367,6 +374,10 @@ class GSPOLoss(PPOLoss):
     level: Literal["sequence", "token"] = "sequence"
     """Tokens that a token's advantage moves: its whole sequence, or itself."""
 
+    @property
+    def sequence_setting(self) -> str:
+        return "GSPOLoss, whose ratio is that of a sequence"
+
     def ratios(self, tokens: PolicyTokens) -> Tensor:
         ratios_T = tokens.mean_ratios()
         if self.level == "sequence":
@@ -393,6 +404,10 @@ class RLOOLoss(PPOLoss):
 
     normalization: Normalization = "sequence_mean"
     """Divisor of the sum over tokens."""
+
+    @property
+    def sequence_setting(self) -> str:
+        return "RLOOLoss, whose ratio is that of a sequence"
 
     def ratios(self, tokens: PolicyTokens) -> Tensor:
         return bounded_exp(

@@ -26,7 +26,7 @@ class LossInputs:
     """[T] bool, True where the loss applies. Padding is always False."""
     sequence_ids: Tensor
     """[T] int64 index of each token's sequence, 0 .. num_sequences - 1; padding holds
-    num_sequences.
+    num_sequences. A sequence is a whole episode, which may be several rows of tokens.
     """
     num_sequences: int
     reference_logprobs: Tensor | None = None
@@ -68,6 +68,10 @@ class Loss(Protocol):
 
     Losses announce optional inputs by attributes or properties: `uses_reference`, `uses_proximal`
     and `uses_entropy`, all False by default.
+
+    An attribute or property `sequence_setting` names the setting by which the loss reads sequences,
+    such as "normalization='sequence_mean'", or is None for a loss that reads none: neither
+    `sequence_ids` nor `num_sequences`. A loss without it counts as one that reads them.
     """
 
     def __call__(self, inputs: LossInputs) -> LossOutput: ...
@@ -83,3 +87,11 @@ def uses_entropy(loss: Loss) -> bool:
     """Return whether the loss reads `entropy`."""
     # Entropy costs memory and time in the output head, so it is computed only if it is read.
     return bool(getattr(loss, "uses_entropy", False))
+
+
+def get_sequence_setting(loss: Loss) -> str | None:
+    """Return the setting by which the loss reads sequences; None if it reads none."""
+    # Only a loss that says so may see the rows of an episode in several micro-batches.
+    default = f"{type(loss).__name__} (it has no sequence_setting)"
+    setting: str | None = getattr(loss, "sequence_setting", default)
+    return setting

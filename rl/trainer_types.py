@@ -76,6 +76,7 @@ class ForwardBackwardResult:
     denominator: float
     """Addition to the step's denominator; 0 for a loss that is a plain sum."""
     num_samples: int
+    """Episodes: the rows of an episode are one sample."""
     num_tokens: int
     """Input tokens of all samples, without padding; a shared prompt counts for each sample."""
     num_valid_tokens: int

@@ -1,6 +1,8 @@
 """The values that controller and actors exchange.
 
 Arrays are numpy arrays, which pickle small and carry no device. No field is filled in later.
+Branches of a rollout (`rl.branches`) and results of a weight sync (`rl.weight_types`) have files of
+their own and are imported from here.
 
 Shape legend: T tokens of a sequence, C tokens of a completion, K targets of a token.
 """
@@ -13,8 +15,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rl.branches import Branch as Branch
+from rl.branches import BranchRole as BranchRole
+from rl.branches import check_branches, find_main_branch, is_default, make_one_branch, split_rows
 from rl.utils.printing import describe_value
 from rl.utils.sharing import ReadOnlyDict, Shareable, copy_data, freeze_arrays, restore_fields
+from rl.weight_types import BoxSum as BoxSum
+from rl.weight_types import PublishResult as PublishResult
+from rl.weight_types import PullResult as PullResult
 
 FinishReason = Literal["stop", "length", "abort"]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -26,6 +34,7 @@ environment broke.
 RUN = ""
 """Model id of a run, which has one model."""
 NO_METRICS: Mapping[str, float] = ReadOnlyDict()
+NO_STATE: Mapping[str, Any] = ReadOnlyDict()
 _ARRAYS = ("token_ids", "logprobs", "policy_versions")
 """Fields of a completion."""
 
@@ -217,7 +226,7 @@ class Turn:
     """Messages since the last reply."""
     prompt_ids: np.ndarray
     """[T] int32, the messages as tokens, with everything that the chat template puts between the
-    last reply and this reply; in the first turn the whole prompt."""
+    last reply and this reply; in the first turn of a conversation the whole prompt."""
     completion: Completion
     text: str
     """The completion decoded, without the tokens that end or begin a turn. If the prompt ended in
@@ -236,39 +245,54 @@ class Turn:
         self.__post_init__()  # Arrays of a pickle are writable.
 
 
-BranchRole = Literal["main", "sub-agent", "auxiliary", "superseded"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Branch:
-    turns: tuple[int, ...]
-    role: BranchRole = "main"
-    cause: str = ""
-    is_trained: bool = True
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
     """One finished attempt at a problem: an episode of at least one turn.
 
-    Its tokens are those of its turns, exactly as the generator read and produced them.
+    Its tokens are those of its turns, exactly as the generator read and produced them. A linear
+    episode, whose turns are one sequence, has one branch. Raises ValueError if branches are not
+    paths of one forest that has every turn.
     """
 
     prompt: Prompt
     sample: int
     """Number of the rollout in its group, 0 to G - 1."""
     turns: tuple[Turn, ...]
+    """All turns, each once, in the order in which they were asked."""
     end: EndReason = "done"
     """Reason why there are no more turns."""
     failure: str | None = None
     """Reason why the environment failed (an error, a timeout); a failed rollout is not trained on.
     """
     branches: tuple[Branch, ...] = ()
-    state: Mapping[str, Any] = field(default_factory=dict)
+    """Conversations of the episode; given as () it becomes one branch of all turns."""
+    state: Mapping[str, Any] = field(default_factory=lambda: NO_STATE)
+    """Plain values that the episode left for reward functions, such as an agent's exit status,
+    output and files. Kept as a read-only copy."""
 
     def __post_init__(self) -> None:
         if type(self.turns) is not tuple:
             object.__setattr__(self, "turns", tuple(self.turns))
+        branches = self.branches
+        # `replace` with other turns passes on the default of the turns before.
+        if not branches or is_default(branches):
+            object.__setattr__(self, "branches", make_one_branch(len(self.turns)))
+        else:
+            check_branches(branches, num_turns=len(self.turns))
+            object.__setattr__(self, "branches", tuple(branches))
+        if type(self.state) is not ReadOnlyDict:
+            if not isinstance(self.state, Mapping):
+                raise ValueError(
+                    f"state={describe_value(self.state)} must be a mapping of names to values"
+                )
+            state = ReadOnlyDict(copy_data(dict(self.state))) if self.state else NO_STATE
+            object.__setattr__(self, "state", state)
+
+    def __setstate__(self, state: list[Any]) -> None:
+        restore_fields(self, state)
+        # A pickle has a copy of the default, which would no longer be told from given branches.
+        if self.branches == make_one_branch(len(self.turns)):
+            object.__setattr__(self, "branches", make_one_branch(len(self.turns)))
 
     @property
     def question(self) -> str:
@@ -286,14 +310,39 @@ class Rollout:
         return self.prompt.problem.info
 
     @property
+    def main_turns(self) -> tuple[Turn, ...]:
+        """The conversation that ended last, of main branches if there are any."""
+        if len(self.branches) == 1:
+            return self.turns
+        return tuple(self.turns[i] for i in find_main_branch(self.branches).turns)
+
+    @property
+    def trained_turns(self) -> tuple[Turn, ...]:
+        """Turns of a trained branch, each once: the [C] tokens of advantages are theirs."""
+        if is_default(self.branches):
+            return self.turns
+        return tuple(self.turns[i] for i in self.trained_indices)
+
+    @property
+    def trained_indices(self) -> list[int]:
+        """Indices of `trained_turns`, in order."""
+        trained = [branch.turns for branch in self.branches if branch.is_trained]
+        return sorted(set[int]().union(*trained))
+
+    @property
+    def last_turn(self) -> Turn:
+        """The last turn of `main_turns`."""
+        return self.main_turns[-1]
+
+    @property
     def completion(self) -> Completion:
         """The last turn's completion."""
-        return self.turns[-1].completion
+        return self.last_turn.completion
 
     @property
     def text(self) -> str:
         """The last reply."""
-        return self.turns[-1].text
+        return self.last_turn.text
 
     @property
     def is_truncated(self) -> bool:
@@ -302,28 +351,40 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of `trained_turns`, prompts included, each counted once."""
         num = self.num_completion_tokens
-        for turn in self.turns:
+        for turn in self.trained_turns:
             num += len(turn.prompt_ids)
         return num
 
     @property
     def num_completion_tokens(self) -> int:
+        """Tokens that the model produced in `trained_turns`."""
         # Several times for each sample of a step: a loop is twice as fast as a sum.
         num = 0
-        for turn in self.turns:
+        for turn in self.trained_turns:
             num += len(turn.completion.token_ids)
         return num
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Tokens of the longest row, which the trainer must hold at once; 0 without a row."""
+        longest = 0
+        for row in split_rows(self.branches):
+            turns = [self.turns[i] for i in row.turns]
+            num = sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns)
+            longest = max(longest, num)
+        return longest
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The whole conversation, with the environment's answer to the last reply."""
         messages: list[Message] = []
-        for turn in self.turns:
+        for turn in self.main_turns:
             messages += turn.messages
             messages.append(Message(role="assistant", content=turn.text))
         # A turn's observation is the first of the next turn's messages; only the last has no turn.
-        return (*messages, *self.turns[-1].observation.messages)
+        return (*messages, *self.last_turn.observation.messages)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -391,42 +452,9 @@ class TrainingSample:
     ratio_mask: np.ndarray | None = None
     """[T] bool, tokens over which a loss with sequence ratios (GSPO) takes the mean. None: the
     trained tokens. Not allowed with K targets."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BoxSum:
-    """Checksum of the box of a tensor that a rank sent or received (`rl.weights.checksum`)."""
-
-    name: str
-    dtype: str
-    """Type of the elements, such as "bfloat16"."""
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    value: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PullResult:
-    """All generators have pulled a version and passed the parity check."""
-
-    parity_diff: float | None = None
-    """Largest mean difference of any generator's logprobs of a fixed text from the trainer's, in
-    nats a token; None if it was not checked."""
-    parity_s: float = 0.0
-    """Seconds that the check took after the pulls."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PublishResult:
-    """Times of a push and all its pulls, after which every generator serves the version."""
-
-    policy_version: int
-    push_s: float
-    pull_s: float
-    parity_diff: float | None = None
-    parity_s: float = 0.0
-    """Seconds of the parity check, as in `PullResult`; not part of `pull_s`."""
+    episode: int | None = None
+    """Number of the episode that the sample is a row of, unique within a call of the trainer. The
+    rows of an episode are one sequence for the loss. None: an episode of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

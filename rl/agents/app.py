@@ -15,10 +15,10 @@ import json
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Request
-from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
@@ -197,19 +197,17 @@ async def _reply(request: Request, answerer: Answerer) -> Response:
         await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
         if answering.done():
             answering.result()  # An error of a request that was refused at once has its status.
-        stream = _stream(answering, dialect, wanted)
-        delivered = BackgroundTask(answerer.mark_delivered, identity)
-        return StreamingResponse(
-            stream, media_type="text/event-stream", headers=_NO_CACHE, background=delivered
-        )
+        stream = _stream(answering, dialect, wanted, partial(answerer.mark_delivered, identity))
+        return StreamingResponse(stream, media_type="text/event-stream", headers=_NO_CACHE)
     if not await _wait_while_connected(request, answering):
         return Response(status_code=499)
     answer = answering.result()
     body = dialect.make_body(answer.reply, wanted, answer.parsed)
+    # Before it is sent: the client may make its next request as soon as it has the reply.
+    answerer.mark_delivered(identity)
     return Response(
         json.dumps(body, ensure_ascii=False, allow_nan=False).encode(errors="replace"),
         media_type="application/json",
-        background=BackgroundTask(answerer.mark_delivered, identity),
     )
 
 
@@ -217,7 +215,10 @@ _NO_CACHE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 async def _stream(
-    answering: asyncio.Future[Answer], dialect: Dialect, wanted: ChatRequest
+    answering: asyncio.Future[Answer],
+    dialect: Dialect,
+    wanted: ChatRequest,
+    mark_delivered: Callable[[], None],
 ) -> AsyncIterator[bytes]:
     """Yield the events of a reply; signs of life before, and an error in place of a reply."""
     try:
@@ -226,6 +227,7 @@ async def _stream(
             if not answering.done():
                 yield b": keep-alive\n\n"
         answer = answering.result()
+        mark_delivered()
         yield dialect.stream_body(answer.reply, wanted, answer.parsed)
     except RequestError as error:
         yield dialect.stream_error(error, wanted)

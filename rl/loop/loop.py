@@ -49,7 +49,7 @@ from rl.observability.metrics import Record, Sink
 from rl.observability.recorder import BackgroundWriter, Recorder
 from rl.observability.spans import add_error_context
 from rl.protocols import Publisher, Trainer
-from rl.rollouts.group import RolloutId, RolloutWorker
+from rl.rollouts.group import RolloutWorker, SampleId, get_rollout_id
 from rl.rollouts.producer import Batch, NothingToLearnError, NumberedProblems, RolloutProducer
 from rl.rollouts.staleness import StalenessBound, WeightVersions
 from rl.run_rules import RULES
@@ -273,7 +273,7 @@ class Loop(Configurable):
     ) -> list[TrainedMinibatch]:
         """Update the weights once for each minibatch, and record the rollouts."""
         recorded = set() if self.recorder is None else set(self.recorder.choose_ids(batch.groups))
-        logprobs: dict[RolloutId, np.ndarray] = {}
+        logprobs: dict[SampleId, np.ndarray] = {}
         trained: list[TrainedMinibatch] = []
 
         def write(recorder: Recorder) -> None:
@@ -286,11 +286,11 @@ class Loop(Configurable):
             for samples in training.minibatches:
                 # Ask only for logprobs that are recorded: each costs a copy from the device.
                 indices: list[int] = []
-                ids: list[RolloutId] = []
-                for index, rollout_id in enumerate(samples):
-                    if rollout_id in recorded:
+                ids: list[SampleId] = []
+                for index, sample_id in enumerate(samples):
+                    if get_rollout_id(sample_id) in recorded:
                         indices.append(index)
-                        ids.append(rollout_id)
+                        ids.append(sample_id)
                 gradient = await self.trainer.forward_backward(
                     [*samples.values()], return_logprobs=indices or False
                 )

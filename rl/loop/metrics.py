@@ -13,6 +13,7 @@ from typing import get_args
 import numpy as np
 
 from losses.correction import WEIGHT, WEIGHT_SQUARED, effective_sample_share
+from rl.branches import split_rows
 from rl.observability.metrics import Last, Max, Mean, Metric, Record, Std, Sum, merge
 from rl.rollouts.evaluation import score_metrics
 from rl.rollouts.group import RolloutWorker, ScoredRollout, has_equal_rewards
@@ -115,7 +116,8 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
     dropped: dict[str, Metric] = {}
     for reason in get_args(DropReason):
         dropped[f"groups/dropped_{reason}"] = Sum(num_dropped[reason])
-    return merge([*parts, score_metrics(scores), _environment_metrics(rollouts), dropped])
+    of_rollouts = _environment_metrics(rollouts) | _branch_metrics(rollouts)
+    return merge([*parts, score_metrics(scores), of_rollouts, dropped])
 
 
 def group_metrics(scored_G: Sequence[ScoredRollout], *, size: int) -> dict[str, Metric]:
@@ -168,13 +170,17 @@ def staleness_metrics(off_policy_steps: np.ndarray) -> dict[str, Metric]:
 
 
 def _count_attended(rollout: Rollout) -> int:
-    """Return the context lengths of all generated tokens, added up."""
-    total = num_before = 0
-    for turn in rollout.turns:
-        num_before += len(turn.prompt_ids)
-        num_generated = len(turn.completion.token_ids)
-        total += num_generated * num_before + num_generated * (num_generated - 1) // 2
-        num_before += num_generated
+    """Return the context lengths of all trained tokens, added up."""
+    total = 0
+    for row in split_rows(rollout.branches):
+        num_before = 0
+        for i, is_new in zip(row.turns, row.is_new, strict=True):
+            turn = rollout.turns[i]
+            num_before += len(turn.prompt_ids)
+            num_generated = len(turn.completion.token_ids)
+            if is_new:
+                total += num_generated * num_before + num_generated * (num_generated - 1) // 2
+            num_before += num_generated
     return total
 
 
@@ -187,6 +193,25 @@ def _environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
             for name, value in turn.observation.metrics.items():
                 totals[name] += value
     return {f"environment/{name}": Mean(total, len(rollouts)) for name, total in totals.items()}
+
+
+def _branch_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+    """Return the numbers of branches, of their causes and of rows, if any rollout branches."""
+    num_branches = num_rows = 0
+    causes: Counter[str] = Counter()
+    for rollout in rollouts:
+        num_branches += len(rollout.branches)
+        num_rows += len(split_rows(rollout.branches))
+        causes.update(branch.cause for branch in rollout.branches if branch.cause)
+    if all(len(rollout.branches) == 1 for rollout in rollouts):
+        return {}
+    metrics: dict[str, Metric] = {
+        "rollout/branches_mean": Mean(num_branches, len(rollouts)),
+        "rollout/rows_mean": Mean(num_rows, len(rollouts)),
+    }
+    for cause, count in sorted(causes.items()):
+        metrics[f"branches/{cause}"] = Sum(count)
+    return metrics
 
 
 def training_metrics(minibatches: Sequence[TrainedMinibatch]) -> dict[str, Metric]:

@@ -13,7 +13,17 @@ were cut off; advantages; and the mask, 1 for tokens that were trained on. Versi
 mask are one number if all tokens have the same. Numbers that are not finite are strings, as in
 metrics.jsonl.
 
-Shape legend: P groups, G scored rollouts of each, C tokens that the model produced, in all turns.
+`turns` are in the order in which they were asked. An episode that branches, or whose only branch is
+not a plain one, also has its conversations, as indices of the turns; turns that are in no trained
+branch have none of the last three:
+
+    "branches": [{"turns": [0, 1], "role": "main", "cause": "", "trained": true},
+     {"turns": [0, 2], "role": "superseded", "cause": "again", "trained": false}]
+
+`state` is what the episode left for reward functions, if anything, with long texts cut.
+
+Shape legend: P groups, G scored rollouts of each, C tokens that the model produced, in all trained
+turns.
 """
 
 from __future__ import annotations
@@ -37,14 +47,18 @@ from rl.rollouts.evaluation import EvaluationResult
 from rl.rollouts.group import Group, RolloutId
 from rl.rollouts.producer import Batch
 from rl.tasks.data import write_pass_rates
-from rl.types import Rollout, Score, Turn
+from rl.types import Branch, Rollout, Score, Turn
 from rl.utils.errors import warn_unwritten
 from rl.utils.files import BoundedFile, get_previous_file, read_json_lines
+from rl.utils.printing import describe_value, truncate
 from rl.utils.threads import WRITE_S, OverdueError, run_in_thread
 
 logger = logging.getLogger(__name__)
 
 PASS_RATES = "pass_rates.jsonl"
+MAX_STATE_ITEMS, MAX_STATE_DEPTH = 100, 3
+"""Most items of a list or a mapping in a recorded state, and levels of them; what is deeper is
+recorded as its repr."""
 CLOSE_S = 30.0
 """Timeout of a background write that is under way when a run ends with an error."""
 
@@ -92,7 +106,7 @@ class TrainedRollout:
     """
 
     def split_by_turn(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-        """Return the fields of each turn's line; `turns` are those of the rollout."""
+        """Return the fields of each turn's line; `turns` are the trained ones of the rollout."""
         lines: list[dict[str, Any]] = []
         start = 0
         for turn in turns:
@@ -222,8 +236,9 @@ class Recorder:
         rollout, score, trained = entry.rollout, entry.score, entry.trained
         turns = [self._describe_turn(turn) for turn in rollout.turns]
         if trained is not None and self.config.tokens:
-            for fields, more in zip(turns, trained.split_by_turn(rollout.turns), strict=True):
-                fields |= more
+            more = trained.split_by_turn(rollout.trained_turns)
+            for index, fields in zip(rollout.trained_indices, more, strict=True):
+                turns[index] |= fields
         line = {
             **entry.head,
             "advantage": None if trained is None else _fold_equal(trained.advantages),
@@ -236,6 +251,8 @@ class Recorder:
             "end": rollout.end,
             "failure": score.failure,
             "unparsed": score.unparsed or None,
+            "state": _bound_state(rollout.state) if rollout.state else None,
+            "branches": _describe_branches(rollout.branches),
             "turns": turns,
         }
         return _drop_none(line)
@@ -309,6 +326,38 @@ def _choose_first_and_odd(
 def _is_odd(score: Score) -> bool:
     """Return True for a failed or unparsed rollout, which is recorded from any group."""
     return score.failure is not None or bool(score.unparsed)
+
+
+def _describe_branches(branches: Sequence[Branch]) -> list[dict[str, Any]] | None:
+    """Return the branches' objects; None for a linear episode."""
+    if len(branches) == 1 and branches[0].is_plain:
+        return None
+    described: list[dict[str, Any]] = []
+    for branch in branches:
+        described.append(
+            {
+                "turns": branch.turns,
+                "role": branch.role,
+                "cause": branch.cause,
+                "trained": branch.is_trained,
+            }
+        )
+    return described
+
+
+def _bound_state(value: Any, depth: int = 0) -> Any:
+    """Return a state that is short enough for a line, of values that JSON has."""
+    if value is None or isinstance(value, bool | int | float | np.number):
+        return value
+    if isinstance(value, str):
+        return truncate(value)
+    if depth < MAX_STATE_DEPTH:
+        if isinstance(value, Mapping):
+            items = [*islice(value.items(), MAX_STATE_ITEMS)]
+            return {truncate(str(key)): _bound_state(item, depth + 1) for key, item in items}
+        if isinstance(value, list | tuple):
+            return [_bound_state(item, depth + 1) for item in value[:MAX_STATE_ITEMS]]
+    return describe_value(value)
 
 
 def _drop_none(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -226,7 +226,35 @@ def _is_rollout(line: dict[str, Any]) -> bool:
         and parse_number(parts.get("overlong", 0.0)) is not None
         and isinstance(turns, list)
         and all(isinstance(turn, dict) and _is_turn(turn) for turn in turns)
+        and _are_branches(line.get("branches"), num_turns=len(turns))
     )
+
+
+def _are_branches(branches: Any, *, num_turns: int) -> bool:
+    """Return whether these are the recorder's branches; linear rollouts and old files have none."""
+    if branches is None:
+        return True
+    if not isinstance(branches, list) or not branches:
+        return False
+    for branch in branches:
+        turns = branch.get("turns") if isinstance(branch, dict) else None
+        if not isinstance(turns, list) or not turns:
+            return False
+        if not all(isinstance(turn, int) and 0 <= turn < num_turns for turn in turns):
+            return False
+    return True
+
+
+def find_last_turn(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the turn that ended the rollout's last main branch; None for a line without turns."""
+    turns: list[dict[str, Any]] = rollout["turns"]
+    branches = rollout.get("branches") or ()
+    ends = [branch["turns"][-1] for branch in branches if branch.get("role") == "main"]
+    if ends:
+        return turns[max(ends)]
+    if branches:
+        return turns[branches[-1]["turns"][-1]]
+    return turns[-1] if turns else None
 
 
 def _is_turn(turn: dict[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from rl.reporting.data import RunData
+from rl.reporting.data import RunData, find_last_turn
 from rl.reporting.evidence import (
     Finding,
     RolloutEvidence,
@@ -438,8 +438,8 @@ def _select_replies(run: RunData, since: int) -> list[dict[str, Any]]:
 
 
 def _is_cut_off(line: Mapping[str, Any]) -> bool:
-    turns = line["turns"]
-    return bool(turns) and turns[-1].get("finish_reason") == "length"
+    turn = find_last_turn(line)
+    return turn is not None and turn.get("finish_reason") == "length"
 
 
 def _show_replies(

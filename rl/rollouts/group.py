@@ -25,6 +25,19 @@ logger = logging.getLogger(__name__)
 
 RolloutId = tuple[int, int]
 """Number of a rollout's group, and its index among the scored rollouts of the group."""
+SampleId = tuple[int, ...]
+"""The `RolloutId` of a rollout's first row, which is the only one of a linear rollout; of a later
+row the same two numbers and the row's, from 1."""
+
+
+def make_sample_id(rollout_id: RolloutId, *, row: int) -> SampleId:
+    return (*rollout_id, row) if row else rollout_id
+
+
+def get_rollout_id(sample_id: SampleId) -> RolloutId:
+    """Return the rollout that a sample is a row of."""
+    p, g, *_ = sample_id
+    return p, g
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,14 +102,16 @@ def has_equal_rewards(group_G: Sequence[ScoredRollout]) -> bool:
 def compute_token_rewards(member: ScoredRollout, *, by_turn: bool) -> np.ndarray:
     """Return [C] float64: the reward, including the overlong punishment, at the last token.
 
-    With `by_turn`, the environment's reward of each turn stands at the last token of that turn
-    instead.
+    With `by_turn`, the environment's reward of each trained turn stands at the last token of that
+    turn instead. C counts the tokens of trained turns, and may be 0.
     """
     rewards_C = np.zeros(member.rollout.num_completion_tokens, dtype=np.float64)
+    if not len(rewards_C):
+        return rewards_C
     rewards_C[-1] = member.score.reward + member.score.overlong
     if by_turn:
         end = -1
-        for turn in member.rollout.turns:
+        for turn in member.rollout.trained_turns:
             end += len(turn.completion.token_ids)
             # The score's reward contains the environment's, which moves from the last token.
             rewards_C[end] += turn.observation.reward

@@ -3,9 +3,9 @@
 All ranks get equally many micro-batches, because FSDP gathers parameters in each; a rank with none
 left gets one of padding alone.
 
-Samples of one prompt go together if they fit, and share their prompt, to whose tokens causal
-attention gives the same hidden states in each. Only tokens that no sample is trained on are shared,
-and not the last of them, because a different token follows it in each sample.
+Samples of one prompt go together if they fit, and share their prompt
+(`rl.rollouts.shared_prefixes`). The rows of an episode go together too: they are one sequence for
+the loss, and separate sequences for attention.
 
 Shape legend: T packed tokens, L tokens of one sample (its inputs: one fewer than its token
 ids), K targets of a token, M micro-batches, R data-parallel ranks.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,31 +24,20 @@ import torch
 from torch import Tensor
 
 from rl.models.layers.attention import SequenceLayout
+from rl.rollouts.bundles import bundle_episodes, number_episodes
+from rl.rollouts.shared_prefixes import (
+    Piece,
+    count_rows,
+    group_families,
+    list_lengths,
+    make_pieces,
+)
 from rl.types import TrainingSample
 from rl.utils.tensor_memory import to_device
 
 OPTIONAL_LOGPROBS = ("reference_logprobs", "proximal_logprobs")
 _PER_TARGET = ("mask", "generator_logprobs", "advantages", *OPTIONAL_LOGPROBS)
 """Fields with K values for a token that has K targets."""
-SMALLEST_SAVING = 0.05
-"""Smallest share of a micro-batch's tokens for which sharing is worth moving keys away from their
-queries.
-"""
-NO_ROWS = slice(0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Inputs `begin` to `end` of a sample."""
-
-    sample: int
-    """Number among the samples of the micro-batch."""
-    begin: int
-    end: int
-    rows: slice
-    """Rows of the micro-batch at which these inputs stand."""
-    prefix: slice
-    """Rows of the inputs before `begin`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,7 +46,8 @@ class PackedBatch:
 
     With K targets a token, `targets`, `mask`, `advantages` and all logprobs are [T, K]. Padding is
     a sequence of its own at the end: its mask is False and its sequence id is `num_sequences`. A
-    shared prompt has the mask False and the sequence id of one of its samples.
+    shared prompt has the mask False and the sequence id of one of its samples. A sequence of
+    `sequence_ids` is an episode, one of `sequences` a sample.
     """
 
     input_ids: Tensor
@@ -68,7 +57,7 @@ class PackedBatch:
     positions: Tensor
     """[T] int64, from 0 in each sequence."""
     sequences: SequenceLayout
-    """Layout of the sequences, padding included."""
+    """Layout of the samples for attention, padding included."""
     mask: Tensor
     """[T] bool, True where the target is trained on."""
     advantages: Tensor
@@ -78,7 +67,7 @@ class PackedBatch:
     temperatures: Tensor
     """[T] float32; 1 in the padding."""
     sequence_ids: Tensor
-    """[T] int64."""
+    """[T] int64, number of the token's episode in this micro-batch."""
     reference_logprobs: Tensor | None = None
     """[T] float32, nats; None if the samples have none."""
     proximal_logprobs: Tensor | None = None
@@ -90,7 +79,7 @@ class PackedBatch:
     none.
     """
     num_sequences: int
-    """Samples in this micro-batch; 0 for padding alone."""
+    """Episodes in this micro-batch; 0 for padding alone."""
     sample_indices: tuple[int, ...]
     """Indices of the samples in the packed list, in order."""
     lengths: tuple[int, ...]
@@ -136,6 +125,7 @@ def pack(
     rank: int = 0,
     num_ranks: int = 1,
     num_allowed: Callable[[int], int] | None = None,
+    undivided_for: str | None = None,
 ) -> list[PackedBatch]:
     """Return the micro-batches of one data-parallel rank; equally many on every rank, at least one.
 
@@ -148,20 +138,28 @@ def pack(
         num_allowed: smallest number of micro-batches allowed from a number up, for a pipeline:
             micro-batches become smaller until there are as many as `num_allowed(1)`, some may be
             padding alone, and all get one length.
+        undivided_for: setting of the loss that needs all rows of an episode in one micro-batch
+            (`losses.types.get_sequence_setting`). None: rows that do not fit together are divided.
 
     Raises:
         ValueError: a sample is longer than `max_tokens` or `max_length`, has fewer than two tokens,
-            or has arrays of different shapes; or samples differ in K or in their optional fields.
+            or has arrays of different shapes; samples differ in K or in their optional fields; or
+            an episode that must not be divided does not fit into a micro-batch.
     """
     _check(samples, max_tokens=max_tokens, max_length=max_length)
-    lengths = _list_lengths(samples)
+    lengths = list_lengths(samples)
+    bundles = bundle_episodes(
+        samples, max_tokens=max_tokens, max_sequences=max_sequences, undivided_for=undivided_for
+    )
 
     if num_allowed is not None:
         # Small enough that a pipeline gets as many as it needs; but a sample is never cut.
         share = -(-sum(lengths) // (num_ranks * num_allowed(1)))
-        max_tokens = min(max_tokens, max(share, *lengths))
+        sizes = [sum(lengths[i] for i in bundle) for bundle in bundles]
+        max_tokens = min(max_tokens, max(share, *sizes))
     micro_batches = plan_micro_batches(
         lengths,
+        bundles=bundles,
         families=group_families(samples) if share_prompts else None,
         max_tokens=max_tokens,
         num_ranks=num_ranks,
@@ -170,13 +168,15 @@ def pack(
     if num_allowed is not None:
         _fill_up(micro_batches, num_allowed(len(micro_batches)))
 
-    layouts = [_make_pieces(samples, indices, share=share_prompts) for indices in micro_batches]
+    layouts: list[list[Piece]] = []
+    for indices in micro_batches:
+        layouts.append(make_pieces([samples[i] for i in indices], share=share_prompts))
 
     max_padding: int | None = None
     if num_allowed is not None:
         # Stages of a pipeline exchange buffers of one size, so the longest micro-batch sets the
         # length of all. Padding is cut, so that it is never the longest sequence of a batch.
-        longest = max(map(_count_rows, layouts), default=0) or 1
+        longest = max(map(count_rows, layouts), default=0) or 1
         pad_multiple = longest + -longest % pad_multiple
         max_padding = max(lengths, default=1)
 
@@ -187,25 +187,17 @@ def pack(
     return batches
 
 
-def _list_lengths(samples: Sequence[TrainingSample]) -> list[int]:
-    """Return L of each sample: its inputs, one fewer than its tokens."""
-    return [len(sample.token_ids) - 1 for sample in samples]
-
-
 def _fill_up(micro_batches: list[list[int]], num: int) -> None:
     """Append empty micro-batches, which become padding alone, until there are `num`."""
     while len(micro_batches) < num:
         micro_batches.append([])
 
 
-def _count_rows(pieces: Sequence[Piece]) -> int:
-    return pieces[-1].rows.stop if pieces else 0
-
-
 def plan_micro_batches(
     lengths: Sequence[int],
     *,
     families: Iterable[Sequence[int]] | None = None,
+    bundles: Sequence[Sequence[int]] | None = None,
     max_tokens: int,
     num_ranks: int,
     max_sequences: int | None = None,
@@ -215,38 +207,62 @@ def plan_micro_batches(
     Samples are assigned longest first, each to the rank with the fewest tokens so far. Within a
     rank, too, longer samples come first, into the first micro-batch with room; so a micro-batch
     holds samples of similar length, which suits attention on a grid. A family is one unit, which is
-    divided if it would unbalance ranks or does not fit a micro-batch.
+    divided if it would unbalance ranks or does not fit a micro-batch. A bundle is never divided: it
+    takes the place of a sample, in the family of its first. Without `bundles` each sample is one.
     """
-    units = [[index] for index in range(len(lengths))] if families is None else families
+    if bundles is None:
+        bundles = [[index] for index in range(len(lengths))]
+    sizes_B = [sum(lengths[i] for i in bundle) for bundle in bundles]
+    if families is None:
+        units = [[number] for number in range(len(bundles))]
+    else:
+        units = _list_bundles_of_families(families, bundles)
     if num_ranks > 1:
         # With units of at most a quarter of a rank's share, the smallest ones decide the balance.
         limit = sum(lengths) // (4 * num_ranks)
         parts: list[list[int]] = []
         for unit in units:
-            parts += _divide(unit, lengths, limit)
+            parts += _divide(unit, sizes_B, limit)
         units = parts
 
-    sizes = []
+    sized = []
     for unit in units:
-        longest_first = sorted(unit, key=lambda i: (-lengths[i], i))
-        sizes.append((sum(lengths[i] for i in unit), longest_first))
+        longest_first = sorted(unit, key=lambda b: (-sizes_B[b], b))
+        sized.append((sum(sizes_B[b] for b in unit), longest_first))
 
     # Ties are broken by sample indices and by rank: every rank computes the plan on its own, and
     # all must come to the same.
     shares: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = [(0, rank) for rank in range(num_ranks)]
-    for size, unit in sorted(sizes, key=lambda sized: (-sized[0], sized[1])):
+    for size, unit in sorted(sized, key=lambda pair: (-pair[0], pair[1])):
         tokens, rank = heapq.heappop(load)
         shares[rank].append(unit)
         heapq.heappush(load, (tokens + size, rank))
 
     plan = []
-    for share in shares:
-        plan.append(_place_first_fit(share, lengths, max_tokens, max_sequences or len(lengths)))
+    for units_of_rank in shares:
+        plan.append(
+            _place_first_fit(
+                units_of_rank, bundles, sizes_B, max_tokens, max_sequences or len(lengths)
+            )
+        )
     num_micro_batches = max(1, *map(len, plan))
     for micro_batches in plan:
         _fill_up(micro_batches, num_micro_batches)
     return plan
+
+
+def _list_bundles_of_families(
+    families: Iterable[Sequence[int]], bundles: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Return the numbers of the bundles whose first sample is in each family."""
+    number_of_first = {bundle[0]: number for number, bundle in enumerate(bundles)}
+    units: list[list[int]] = []
+    for family in families:
+        unit = [number_of_first[index] for index in family if index in number_of_first]
+        if unit:
+            units.append(unit)
+    return units
 
 
 def _divide(unit: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -267,26 +283,33 @@ def _divide(unit: Sequence[int], lengths: Sequence[int], limit: int) -> list[lis
 
 
 def _place_first_fit(
-    units: Iterable[Sequence[int]], lengths: Sequence[int], max_tokens: int, max_sequences: int
+    units: Iterable[Sequence[int]],
+    bundles: Sequence[Sequence[int]],
+    sizes_B: Sequence[int],
+    max_tokens: int,
+    max_sequences: int,
 ) -> list[list[int]]:
-    """Put the samples of each unit into one micro-batch as long as it has room."""
+    """Put the bundles of each unit into one micro-batch as long as it has room."""
     micro_batches: list[list[int]] = []
     room: list[int] = []
+
+    def has_room(place: int, number: int) -> bool:
+        num_samples = len(micro_batches[place]) + len(bundles[number])
+        return room[place] >= sizes_B[number] and num_samples <= max_sequences
+
     for unit in units:
         place = 0
-        for index in unit:
-            length = lengths[index]
-            # First the micro-batch of the unit's last sample, so that a family stays together.
-            if place == len(room) or room[place] < length:
+        for number in unit:
+            # First the micro-batch of the unit's last bundle, so that a family stays together.
+            if place == len(room) or not has_room(place, number):
                 place = 0
-                while place < len(room) and room[place] < length:
+                while place < len(room) and not has_room(place, number):
                     place += 1
             if place == len(room):
                 micro_batches.append([])
                 room.append(max_tokens)
-            micro_batches[place].append(index)
-            # A micro-batch with its most sequences is full, however few tokens it has.
-            room[place] = room[place] - length if len(micro_batches[place]) < max_sequences else 0
+            micro_batches[place] += bundles[number]
+            room[place] -= sizes_B[number]
     return micro_batches
 
 
@@ -329,13 +352,13 @@ def _add_padding(
     pieces: list[Piece], sample: int, *, multiple: int, max_length: int | None
 ) -> list[int]:
     """Append padding up to a multiple of the rows, as number `sample`; return its lengths."""
-    num_rows = _count_rows(pieces)
+    num_rows = count_rows(pieces)
     # A micro-batch of padding alone still has tokens, because every rank runs the model on it.
     num_padding = -num_rows % multiple if num_rows else multiple
     lengths = []
     while num_padding > 0:
         length = num_padding if max_length is None else min(max_length, num_padding)
-        pieces.append(Piece(sample, 0, length, slice(num_rows, num_rows + length), NO_ROWS))
+        pieces.append(Piece(sample, 0, length, slice(num_rows, num_rows + length)))
         lengths.append(length)
         num_rows += length
         num_padding -= length
@@ -356,7 +379,8 @@ def _pack_micro_batch(
     mask = fields.join("mask", np.bool_, False)
     ratio_mask = fields.join_optional("ratio_mask", np.bool_)
 
-    sequence_ids_T, positions_T = _number_rows(pieces)
+    sample_ids_T, positions_T = _number_rows(pieces)
+    episodes_S = number_episodes(chosen)
     temperatures_S = np.asarray([s.temperature for s in chosen] + [1.0], dtype=np.float32)
     return PackedBatch(
         input_ids=fields.join("token_ids", np.int64, 0, shift=0),
@@ -370,11 +394,11 @@ def _pack_micro_batch(
         proximal_logprobs=fields.join_optional("proximal_logprobs"),
         ratio_mask=ratio_mask,
         loss_rows=_find_loss_rows(mask, ratio_mask),
-        temperatures=torch.from_numpy(temperatures_S[sequence_ids_T]),
-        sequence_ids=torch.from_numpy(sequence_ids_T),
-        num_sequences=len(chosen),
+        temperatures=torch.from_numpy(temperatures_S[sample_ids_T]),
+        sequence_ids=torch.from_numpy(episodes_S[sample_ids_T]),
+        num_sequences=int(episodes_S[-1]),
         sample_indices=tuple(indices),
-        lengths=tuple(_list_lengths(chosen)),
+        lengths=tuple(list_lengths(chosen)),
         rows=_list_rows(pieces, num_samples=len(chosen)),
         padding=tuple(padding),
     )
@@ -391,7 +415,7 @@ class _JoinedFields:
 
     def join(self, name: str, dtype: type, padding: float, *, shift: int = 1) -> Tensor:
         """Return the values of all pieces, with padding; `shift` 1 takes those of the targets."""
-        shape = (_count_rows(self.pieces), *getattr(self.like, name).shape[1:])
+        shape = (count_rows(self.pieces), *getattr(self.like, name).shape[1:])
         values_T: np.ndarray = np.full(shape, padding, dtype=dtype)
         for piece in self.pieces:
             if piece.sample < len(self.samples):
@@ -413,12 +437,12 @@ def _number_rows(pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _list_rows(pieces: Sequence[Piece], *, num_samples: int) -> tuple[tuple[slice, ...], ...]:
-    """Return the rows of each sample: those of the shared prompt, if it has one, and its own."""
+    """Return the rows of each sample: those of the prefix that it shares, and its own."""
     rows: list[tuple[slice, ...]] = [()] * num_samples
     for piece in pieces:
         if piece.sample < num_samples:
             # The sample that is stored with the prompt has a later piece, which names both.
-            rows[piece.sample] = (piece.prefix, piece.rows) if piece.begin else (piece.rows,)
+            rows[piece.sample] = (*piece.prefix, piece.rows)
     return tuple(rows)
 
 
@@ -433,68 +457,11 @@ def _find_loss_rows(mask: Tensor, ratio_mask: Tensor | None) -> Tensor:
 
 
 def _make_layout(pieces: Sequence[Piece]) -> SequenceLayout:
-    lengths, prefixes = [], []
-    for piece in pieces:
-        lengths.append(piece.end - piece.begin)
-        prefixes.append((piece.prefix.start, piece.prefix.stop))
-    # Without shared prompts no keys have to be gathered from elsewhere.
-    if set(prefixes) <= {(NO_ROWS.start, NO_ROWS.stop)}:
+    lengths = [piece.end - piece.begin for piece in pieces]
+    # Without shared prefixes no keys have to be gathered from elsewhere.
+    if not any(piece.prefix for piece in pieces):
         return SequenceLayout.from_lengths(lengths)
-    return SequenceLayout.after_prefixes(lengths, prefixes)
-
-
-def count_shareable(sample: TrainingSample) -> int:
-    """Return the number of first inputs whose targets are not trained on.
-
-    0 for a sample with targets of its own.
-    """
-    if sample.targets is not None:
-        return 0
-    counts = sample.mask if sample.ratio_mask is None else sample.mask | sample.ratio_mask
-    # argmax of booleans is the first True.
-    return int(np.argmax(counts[1:])) if counts[1:].any() else 0
-
-
-def group_families(samples: Sequence[TrainingSample]) -> list[list[int]]:
-    """Group samples that begin with the same prompt; most families are groups of rollouts."""
-    members: dict[tuple[bytes, float], list[int]] = defaultdict(list)
-    alone: list[list[int]] = []
-    for index, sample in enumerate(samples):
-        shareable = count_shareable(sample)
-        if shareable:
-            # The target after the last shared input is part of the prompt too.
-            prompt = np.asarray(sample.token_ids[: shareable + 1], dtype=np.int64)
-            # A temperature is of whole sequences, so samples of different ones share nothing.
-            members[prompt.tobytes(), sample.temperature].append(index)
-        else:
-            alone.append([index])
-    return [*members.values(), *alone]
-
-
-def _make_pieces(
-    samples: Sequence[TrainingSample], indices: Sequence[int], *, share: bool
-) -> list[Piece]:
-    """Return the pieces of a micro-batch in order: each shared prompt before what follows it."""
-    samples = [samples[i] for i in indices]
-    lengths = _list_lengths(samples)
-    families = group_families(samples) if share else []
-    num_saved = 0
-    for family in families:
-        num_saved += (len(family) - 1) * count_shareable(samples[family[0]])
-    if 1.0 - (sum(lengths) - num_saved) / max(1, sum(lengths)) < SMALLEST_SAVING:
-        families = [[i] for i in range(len(samples))]
-
-    pieces: list[Piece] = []
-
-    def add(sample: int, begin: int, end: int, prefix: slice = NO_ROWS) -> slice:
-        """Append a piece and return its rows."""
-        first = pieces[-1].rows.stop if pieces else 0
-        pieces.append(Piece(sample, begin, end, slice(first, first + end - begin), prefix))
-        return pieces[-1].rows
-
-    for family in families:
-        shared = count_shareable(samples[family[0]]) if len(family) > 1 else 0
-        prefix = add(family[0], 0, shared) if shared else NO_ROWS
-        for i in family:
-            add(i, shared, lengths[i], prefix)
-    return pieces
+    paths: list[list[tuple[int, int]]] = []
+    for piece in pieces:
+        paths.append([(rows.start, rows.stop) for rows in piece.prefix])
+    return SequenceLayout.after_paths(lengths, paths)

@@ -80,7 +80,7 @@ def find_reason_to_drop(
     if not group.scored:
         return "failed"
     if max_sample_tokens is not None:
-        longest = max(rollout.num_tokens for rollout in group.rollouts)
+        longest = max(rollout.max_row_tokens for rollout in group.rollouts)
         if longest > max_sample_tokens:
             return "oversize"
     return "equal" if drop_equal and has_equal_rewards(group.scored) else None

@@ -13,7 +13,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl.rollouts.reward_values import MAX_REWARD, to_number, to_numbers, to_truth
@@ -452,10 +452,13 @@ def _copy_private(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
                 problem=r.prompt.problem.make_private(), token_ids=r.prompt.token_ids
             )
         prompt = copies[id(r.prompt)]
-        mine.append(
-            Rollout(prompt=prompt, sample=r.sample, turns=r.turns, end=r.end, failure=r.failure)
-        )
+        mine.append(replace(r, prompt=prompt, state=_copy_state(r.state)))
     return tuple(mine)
+
+
+def _copy_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state whose lists and dicts a function may change, as it may those of a problem."""
+    return dict(state) if state else state  # `Rollout` copies the values of a dict.
 
 
 def _explain(given: Any) -> str:

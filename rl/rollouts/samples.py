@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.branches import split_rows
 from rl.rollouts.environment import Environments
 from rl.rollouts.episode import EpisodeLimits, Episodes
 from rl.rollouts.renderer import Renderer
@@ -36,69 +37,140 @@ class TokenSpan:
 def policy_sample(
     rollout: Rollout, *, advantages_C: np.ndarray, temperature: float
 ) -> TrainingSample:
-    """Return the rollout's tokens; those of the model are trained on, with their advantages.
+    """Return the only row of a rollout; its model's tokens are trained on, with their advantages.
 
-    Raises ValueError as `policy_samples`.
+    Raises ValueError as `policy_samples`, and for a rollout of several rows or none.
     """
-    (sample,) = policy_samples([rollout], [advantages_C], temperature=temperature)
-    return sample
+    samples = policy_samples([rollout], [advantages_C], temperature=temperature)
+    if len(samples) != 1:
+        raise ValueError(
+            f"a rollout of problem {describe_value(rollout.prompt.problem.id)} has {len(samples)} "
+            "rows to train on: must have 1; policy_samples returns the rows of any rollout"
+        )
+    return samples[0]
 
 
 def policy_samples(
-    rollouts: Sequence[Rollout], advantages_NC: Sequence[np.ndarray], *, temperature: float
+    rollouts: Sequence[Rollout],
+    advantages_NC: Sequence[np.ndarray],
+    *,
+    temperature: float,
+    first_episode: int = 0,
 ) -> list[TrainingSample]:
-    """Return `policy_sample` of many rollouts at a time, whose arrays are parts of large ones.
+    """Return the rows of all rollouts, in order, whose arrays are parts of large ones.
 
-    Raises ValueError if a rollout has more or fewer advantages, logprobs or versions than tokens of
-    the model.
+    A linear rollout has one row. Each row has the tokens of a whole branch (`split_rows`) and
+    trains those of the model that no earlier row of the rollout trains.
+
+    Args:
+        advantages_NC: advantages of each rollout's `trained_turns`.
+        first_episode: number of the first rollout as an episode, for several calls whose samples
+            are trained on together.
+
+    Raises:
+        ValueError: a rollout has more or fewer advantages, logprobs or versions than tokens of the
+            model.
     """
-    if not rollouts:
-        return []
     _check_lengths(rollouts, advantages_NC)
     # One array of each kind for all rollouts: a batch has thousands of them, and numpy takes longer
     # to begin a call than to fill a short array.
     ids, logprobs_N, versions_N = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
-    for rollout in rollouts:
-        for turn in rollout.turns:
-            ids += [turn.prompt_ids, turn.completion.token_ids]
-            logprobs_N.append(turn.completion.logprobs)
-            versions_N.append(turn.completion.policy_versions)
-    # Prompts and completions alternate.
-    mask = np.repeat(np.tile([False, True], len(logprobs_N)), [*map(len, ids)])
+    given_N = list[np.ndarray]()
+    is_trained: list[bool] = []
+    num_tokens: list[int] = []
+    episodes: list[int | None] = []
+    for number, (rollout, advantages_C) in enumerate(zip(rollouts, advantages_NC, strict=True)):
+        rows, places = split_rows(rollout.branches), find_places(rollout)
+        for row in rows:
+            num_before = len(ids)
+            for i, is_new in zip(row.turns, row.is_new, strict=True):
+                turn = rollout.turns[i]
+                ids += [turn.prompt_ids, turn.completion.token_ids]
+                logprobs_N.append(turn.completion.logprobs)
+                versions_N.append(turn.completion.policy_versions)
+                # Prompts and completions alternate.
+                is_trained += [False, is_new]
+                if is_new:
+                    given_N.append(advantages_C[places[i]])
+            num_tokens.append(sum(map(len, ids[num_before:])))
+            episodes.append(first_episode + number if len(rows) > 1 else None)
+    if not ids:
+        return []
 
-    def spread(values: Sequence[np.ndarray], dtype: type, *, prompt: float) -> np.ndarray:
-        """Return the values of all generated tokens, and `prompt` at tokens of prompts."""
-        spread_T: np.ndarray = np.full(len(mask), prompt, dtype=dtype)
-        spread_T[mask] = np.concatenate(values)
-        return spread_T
-
+    lengths = [*map(len, ids)]
+    is_sampled_T = np.repeat(np.tile([False, True], len(logprobs_N)), lengths)
+    mask = np.repeat(is_trained, lengths)
     token_ids = np.concatenate(ids).astype(np.int32, copy=False)
-    logprobs = spread(logprobs_N, np.float32, prompt=np.nan)
-    advantages = spread(advantages_NC, np.float32, prompt=0.0)
-    versions = spread(versions_N, np.int32, prompt=-1)
+    logprobs = _spread(logprobs_N, np.float32, is_sampled_T, elsewhere=np.nan)
+    advantages = _spread(given_N, np.float32, mask, elsewhere=0.0)
+    versions = _spread(versions_N, np.int32, is_sampled_T, elsewhere=-1)
     samples = []
     begin = 0
-    for rollout in rollouts:
-        rows = slice(begin, begin + rollout.num_tokens)
-        begin = rows.stop
+    for num, episode in zip(num_tokens, episodes, strict=True):
+        part = slice(begin, begin + num)
+        begin = part.stop
         samples.append(
             TrainingSample(
-                token_ids=token_ids[rows],
-                mask=mask[rows],
-                generator_logprobs=logprobs[rows],
-                advantages=advantages[rows],
-                policy_versions=versions[rows],
+                token_ids=token_ids[part],
+                mask=mask[part],
+                generator_logprobs=logprobs[part],
+                advantages=advantages[part],
+                policy_versions=versions[part],
                 temperature=temperature,
+                episode=episode,
             )
         )
     return samples
+
+
+def find_places(rollout: Rollout) -> dict[int, slice]:
+    """Return the place of each trained turn's completion among the rollout's [C] tokens."""
+    places: dict[int, slice] = {}
+    begin = 0
+    for i in rollout.trained_indices:
+        places[i] = slice(begin, begin + len(rollout.turns[i].completion.token_ids))
+        begin = places[i].stop
+    return places
+
+
+def collect_from_rows(
+    rollout: Rollout, rows: Sequence[np.ndarray | None], *, dtype: type, missing: float
+) -> np.ndarray:
+    """Return values of the rollout's [C] trained tokens from the values of its rows' tokens.
+
+    Args:
+        rows: [T] values of each row, in the order of `split_rows`; fewer of a row that was cut,
+            None for a row that was left out.
+        missing: value of tokens that no row has.
+    """
+    places = find_places(rollout)
+    values_C: np.ndarray = np.full(rollout.num_completion_tokens, missing, dtype=dtype)
+    for row, values_T in zip(split_rows(rollout.branches), rows, strict=True):
+        end = 0
+        for i, is_new in zip(row.turns, row.is_new, strict=True):
+            turn = rollout.turns[i]
+            begin = end + len(turn.prompt_ids)
+            end = begin + len(turn.completion.token_ids)
+            if is_new and values_T is not None:
+                values = values_T[begin:end]
+                values_C[places[i]][: len(values)] = values
+    return values_C
+
+
+def _spread(
+    values: Sequence[np.ndarray], dtype: type, where_T: np.ndarray, *, elsewhere: float
+) -> np.ndarray:
+    """Return [T]: the values one after another where `where_T` is True, and `elsewhere`."""
+    spread_T: np.ndarray = np.full(len(where_T), elsewhere, dtype=dtype)
+    spread_T[where_T] = np.concatenate(values)
+    return spread_T
 
 
 def _check_lengths(rollouts: Sequence[Rollout], advantages_NC: Sequence[np.ndarray]) -> None:
     """Raise ValueError for the first rollout with more or fewer values than tokens of the model."""
     for rollout, advantages_C in zip(rollouts, advantages_NC, strict=True):
         problem, num = rollout.prompt.problem, 0
-        for turn in rollout.turns:
+        for turn in rollout.trained_turns:
             c = turn.completion
             num += len(c.token_ids)
             if not len(c.token_ids) == len(c.logprobs) == len(c.policy_versions):

@@ -159,7 +159,7 @@ class WeightVersions:
                 del self.step_of_version[old]
 
     def count_off_policy_steps(self, groups: Sequence[Group], *, step: int) -> np.ndarray:
-        """Return [tokens of all scored rollouts] int64: how many steps each is off-policy.
+        """Return [trained tokens of all scored rollouts] int64: how many steps each is off-policy.
 
         The steps between the weights that drew a token and those that `step` trains.
 
@@ -167,11 +167,10 @@ class WeightVersions:
             StalePolicyError: names the problem, the versions of its tokens and the allowed
                 versions.
         """
-        versions_of_turns = []
+        rollouts: list[Rollout] = []
         for group in groups:
-            for member in group.scored:
-                versions_of_turns += _list_versions(member.rollout)
-        versions = np.concatenate(versions_of_turns)
+            rollouts += [member.rollout for member in group.scored]
+        versions = _join_versions(rollouts)
 
         # Step r trains weights r - 1, so a token of weights r - 1 is 0 steps off-policy.
         unknown = -1
@@ -191,7 +190,7 @@ class WeightVersions:
         """Raise StalePolicyError for the first completion with a version that is not allowed."""
         for group in groups:
             for member in group.scored:
-                versions = np.concatenate(_list_versions(member.rollout))
+                versions = _join_versions([member.rollout])
                 if np.isin(versions, allowed).all():
                     continue
                 raise StalePolicyError(
@@ -203,6 +202,9 @@ class WeightVersions:
         raise AssertionError("no completion is stale")
 
 
-def _list_versions(rollout: Rollout) -> list[np.ndarray]:
-    """Return the versions of the tokens of each turn."""
-    return [turn.completion.policy_versions for turn in rollout.turns]
+def _join_versions(rollouts: Sequence[Rollout]) -> np.ndarray:
+    """Return the versions of the tokens of all trained turns; there may be none."""
+    versions_of_turns = [np.zeros(0, dtype=np.int32)]
+    for rollout in rollouts:
+        versions_of_turns += [turn.completion.policy_versions for turn in rollout.trained_turns]
+    return np.concatenate(versions_of_turns)

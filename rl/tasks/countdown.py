@@ -129,7 +129,7 @@ def parse_expression(rollout: Rollout) -> str:
     Raises:
         UnparsedAnswer: there is none, or the reply was cut off.
     """
-    match = ANSWER.search(complete_answer(rollout.turns[-1]) or "")
+    match = ANSWER.search(complete_answer(rollout.last_turn) or "")
     text = match.group(1).strip() if match else ""
     if not text:
         raise UnparsedAnswer("no [ANSWER] with an expression at the end")

@@ -481,7 +481,7 @@ def is_correct(rollout: Rollout) -> bool:
     Not for a reply that was cut off.
     """
     # A number that was cut off could have gone on: 12 of 123 is no answer.
-    answer = complete_answer(rollout.turns[-1])
+    answer = complete_answer(rollout.last_turn)
     return answer is not None and same_answer(rollout.prompt.problem.answer, answer)
 
 

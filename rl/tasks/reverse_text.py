@@ -68,7 +68,7 @@ class ReverseText(GeneratedTask):
         return replace(problem, demonstration=problem.answer[:-1]) if hasty else problem
 
     def reward(self, rollout: Rollout) -> float:
-        return float(complete_answer(rollout.turns[-1]) == rollout.prompt.problem.answer)
+        return float(complete_answer(rollout.last_turn) == rollout.prompt.problem.answer)
 
     def criteria(self) -> tuple[Criterion, ...]:
         return self.with_partial_credit("similarity", similarity, self.config.similarity_reward)

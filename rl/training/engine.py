@@ -186,8 +186,9 @@ class TrainingEngine(Configurable):
                 returns those of the samples at these indices, in this order.
 
         Raises:
-            ValueError: there are no samples, a sample fits no micro-batch, losses with and without
-                a denominator are mixed, or an index is out of range.
+            ValueError: there are no samples, a sample fits no micro-batch, the loss reads sequences
+                and an episode's rows fit no micro-batch together, losses with and without a
+                denominator are mixed, or an index is out of range.
             NonFiniteLossError: the summed loss is NaN or infinite.
         """
         with self._explain_memory_errors("forward_backward"):

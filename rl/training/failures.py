@@ -101,7 +101,9 @@ def read_batch(file: str | Path) -> list[TrainingSample]:
         for key in content:
             number, _, name = key.partition(".")
             samples.setdefault(number, {})[name] = content[key]
-    return [
-        TrainingSample(**sample | {"temperature": sample["temperature"].item()})
-        for sample in samples.values()
-    ]
+    for sample in samples.values():
+        # Numbers are stored as arrays without a dimension.
+        for name in ("temperature", "episode"):
+            if name in sample:
+                sample[name] = sample[name].item()
+    return [TrainingSample(**sample) for sample in samples.values()]

@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from losses.ops import drawn_tokens
-from losses.types import Loss, LossInputs, LossOutput, uses_entropy
+from losses.types import Loss, LossInputs, LossOutput, get_sequence_setting, uses_entropy
 from rl.distributed.collectives import reduce_sums_and_maxima, sum_over_world
 from rl.distributed.mesh import count_ranks_of_stage
 from rl.distributed.process_group import await_ranks
 from rl.distributed.sharding import count_shards, local_tensor
+from rl.rollouts.bundles import count_episodes
 from rl.rollouts.packing import PackedBatch
 from rl.trainer_types import DeviceMemory, ForwardBackwardResult, Packing
 from rl.training.compat import compute_norms, scale_in_place
@@ -33,7 +34,7 @@ from rl.training.device_memory import read_peak_memory
 from rl.training.failures import make_non_finite_error
 from rl.training.policy import Policy
 from rl.training.reference import ReferencePolicy
-from rl.training.token_values import TokenValues
+from rl.training.token_values import TokenValues, select_samples
 from rl.types import TrainingSample
 from rl.utils.tensor_memory import to_device
 
@@ -116,8 +117,8 @@ class GradientAccumulator:
         if self.has_stepped:
             raise ValueError(STEPPED)
         # What the caller may have done wrong is raised before anything is added.
-        wanted = _select_samples(return_logprobs, num_samples=len(samples))
-        call = CallSums(samples, policy=self._policy, wanted=wanted)
+        wanted = select_samples(return_logprobs, num_samples=len(samples))
+        call = CallSums(samples, policy=self._policy, loss=loss, wanted=wanted)
         with self.drop_on_error(f"forward_backward of step {version}"):
             self._run(call, loss=loss, backward=True)
             result = call.reduce()
@@ -137,7 +138,7 @@ class GradientAccumulator:
         self, samples: Sequence[TrainingSample], *, loss: Loss, version: int
     ) -> ForwardBackwardResult:
         """Return what `add` would, with logprobs, without a gradient (`TrainingEngine.forward`)."""
-        call = CallSums(samples, policy=self._policy, wanted=range(len(samples)))
+        call = CallSums(samples, policy=self._policy, loss=loss, wanted=range(len(samples)))
         with await_ranks(f"forward of step {version}", record_in=self._failure_folder):
             # Without a backward FSDP keeps parameters gathered, also after an error.
             try:
@@ -269,12 +270,17 @@ class CallSums:
     """Micro-batches of one call, and their sums, which stay on the device until its end."""
 
     def __init__(
-        self, samples: Sequence[TrainingSample], *, policy: Policy, wanted: Sequence[int]
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        policy: Policy,
+        loss: Loss,
+        wanted: Sequence[int],
     ) -> None:
         """`wanted` are the indices of the samples whose logprobs are returned."""
         if not samples:
             raise ValueError("forward and forward_backward need samples: there are no samples")
-        self.batches = policy.pack(samples)
+        self.batches = policy.pack(samples, undivided_for=get_sequence_setting(loss))
         self.has_denominator = False
         self._samples = samples
         self._policy = policy
@@ -374,7 +380,7 @@ class CallSums:
         return ForwardBackwardResult(
             loss_sum=sums["loss"],
             denominator=sums["denominator"],
-            num_samples=len(samples),
+            num_samples=count_episodes(samples),
             num_tokens=sum(len(s.token_ids) - 1 for s in samples),
             num_valid_tokens=round(num_valid),
             ratio_mean=means.get("ratio", 1.0) if num_valid else 1.0,
@@ -476,19 +482,6 @@ def _repeat_by_target(values_T: Tensor, batch: PackedBatch) -> Tensor:
 
 def _flatten(values: Tensor | None) -> Tensor | None:
     return None if values is None else values.flatten()
-
-
-def _select_samples(asked: bool | Sequence[int], *, num_samples: int) -> Sequence[int]:
-    """Return the indices of the samples whose logprobs are returned."""
-    if isinstance(asked, bool):
-        return range(num_samples if asked else 0)
-    indices = list(asked)
-    if any(not 0 <= index < num_samples for index in indices) or len(set(indices)) < len(indices):
-        raise ValueError(
-            f"return_logprobs={indices}: must be different sample indices from 0 to "
-            f"{num_samples - 1}"
-        )
-    return indices
 
 
 def _divide(total: float, count: float) -> float:

@@ -282,10 +282,13 @@ class Policy:
             return self.pipeline.gather(named)
         return ((item[0], *map(gather_whole, item[1:])) for item in named)
 
-    def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
+    def pack(
+        self, samples: Sequence[TrainingSample], *, undivided_for: str | None = None
+    ) -> list[PackedBatch]:
         """Return this rank's micro-batches, as many on every rank.
 
-        Raises ValueError for a sample that does not fit.
+        `undivided_for` is the loss's `sequence_setting`. Raises ValueError for a sample that does
+        not fit, or for an episode that does not and has to.
         """
         check_token_ids(samples, vocab_size=self.spec.model.vocab_size)
 
@@ -311,6 +314,7 @@ class Policy:
                 max_length=self.training.max_sequence_length or self.spec.model.rope.max_positions,
                 pad_multiple=multiple,
                 share_prompts=self._shares_prompts,
+                undivided_for=undivided_for,
                 rank=self.data_rank.index,
                 num_ranks=self.data_rank.count,
                 **of_pipeline,

@@ -67,6 +67,19 @@ class TokenValues:
         return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
+def select_samples(asked: bool | Sequence[int], *, num_samples: int) -> Sequence[int]:
+    """Return the indices of the samples whose logprobs are returned."""
+    if isinstance(asked, bool):
+        return range(num_samples if asked else 0)
+    indices = list(asked)
+    if any(not 0 <= index < num_samples for index in indices) or len(set(indices)) < len(indices):
+        raise ValueError(
+            f"return_logprobs={indices}: must be different sample indices from 0 to "
+            f"{num_samples - 1}"
+        )
+    return indices
+
+
 def check_token_ids(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:
     """Raise ValueError for an id outside of the vocabulary."""
     for index, sample in enumerate(samples):

@@ -86,12 +86,32 @@ class SequenceLayout:
             >>> layout.num_keys
             (4, 6, 7)
         """
+        return cls.after_paths(lengths, [(prefix,) for prefix in prefixes])
+
+    @classmethod
+    def after_paths(
+        cls, lengths: Sequence[int], paths: Sequence[Sequence[tuple[int, int]]]
+    ) -> SequenceLayout:
+        """Build segments as `after_prefixes`, with prefixes that lie in several places.
+
+        Args:
+            lengths: number of own tokens of each segment.
+            paths: parts of each segment's prefix in order, as begin and end of packed tokens.
+
+        Example:
+            A sequence of 6 tokens, a second one that leaves it after 4, and a third that leaves the
+            second after one token more:
+
+            >>> layout = SequenceLayout.after_paths([6, 2, 3], [(), [(0, 4)], [(0, 4), (6, 7)]])
+            >>> layout.num_keys
+            (6, 6, 8)
+        """
         keys: list[tuple[int, int]] = []
         num_keys: list[int] = []
         begin = 0
-        for length, (prefix_begin, prefix_end) in zip(lengths, prefixes, strict=True):
-            keys += [(prefix_begin, prefix_end), (begin, begin + length)]
-            num_keys.append(prefix_end - prefix_begin + length)
+        for length, path in zip(lengths, paths, strict=True):
+            keys += [*path, (begin, begin + length)]
+            num_keys.append(sum(end - start for start, end in path) + length)
             begin += length
         return cls._build(lengths, num_keys, key_rows=join_ranges(keys))
 

@@ -174,14 +174,48 @@ class _Chunk:
     _pieces: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def add(self, line: Line) -> None:
-        turns = line.get("turns", ())
-        self.rollouts.append([self._pack_turn(turn, line.get("advantage")) for turn in turns])
+        turns, branches = line.get("turns", ()), line.get("branches")
+        if branches is None:
+            packed = [self._pack_turn(turn, line.get("advantage")) for turn in turns]
+        else:
+            packed = self._pack_branches(turns, branches)
+        self.rollouts.append(packed)
         self.num_tokens += _estimate_tokens(line)
 
     def pack(self) -> str:
         return pack(
             {"rollouts": self.rollouts, "texts": list(self._texts), "pieces": list(self._pieces)}
         )
+
+    def _pack_branches(
+        self, turns: Sequence[Line], branches: Sequence[Line]
+    ) -> list[dict[str, Any]]:
+        """Return the turns branch by branch, each once: shared ones in the first branch.
+
+        Each has its `number` in the episode, and the first of a branch the `branch`, with the turn
+        that it comes `after`. A branch without a turn of its own is not there.
+        """
+        packed: list[dict[str, Any]] = []
+        seen: set[int] = set()
+        for branch in branches:
+            before, own = None, []
+            for index in branch["turns"]:
+                if index in seen:
+                    before = index + 1
+                else:
+                    own.append(index)
+            for index in own:
+                # Turns of an untrained branch have no advantages, whatever the rollout's are.
+                packed.append(self._pack_turn(turns[index], None) | {"number": index + 1})
+            if own:
+                packed[-len(own)]["branch"] = {
+                    "role": branch.get("role"),
+                    "cause": branch.get("cause"),
+                    "trained": branch.get("trained"),
+                    "after": before,
+                }
+            seen.update(own)
+        return packed
 
     def _pack_turn(self, turn: Line, advantage: Any) -> dict[str, Any]:
         """Return a turn: `messages`, `reply` and `prompt` index the texts, `tokens` the pieces.

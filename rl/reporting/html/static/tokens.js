@@ -62,7 +62,7 @@
       head(row),
       siblings.length > 1 ? siblingStrip(row, siblings, open) : null,
       colorBar(turns, has, scale, again),
-      turns.map((turn, i) => turnView(turn, { texts, pieces, known, scale, number: turns.length > 1 ? i + 1 : null })),
+      turns.map((turn, i) => turnView(turn, { texts, pieces, known, scale, number: turns.length > 1 ? (turn.number ?? i + 1) : null })),
     );
   };
 
@@ -129,10 +129,17 @@
     return null;
   };
 
+  // Before the first turn that a branch has alone: what it is, why it is there, and where it left the others.
+  const branchHead = ({ role, cause, trained, after }) => {
+    const notes = [cause, after ? `after turn ${number(after)}` : "", trained === false ? "not trained on" : ""].filter(Boolean);
+    return el(".branch-head", {}, String(role ?? "branch"), notes.length ? el("span.hint", {}, ` · ${notes.join(" · ")}`) : null);
+  };
+
   const turnView = (turn, { texts, pieces, known, scale, number: turnNumber }) =>
     el(
       ".turn",
       {},
+      turn.branch ? branchHead(turn.branch) : null,
       turnNumber ? el(".turn-number", {}, `turn ${turnNumber}`) : null,
       (turn.messages || []).map(([role, text]) => el(`.message.${/^[a-z]+$/.test(role) ? role : "other"}`, {}, el("i", {}, role), el("pre", {}, texts[text] ?? ""))),
       turn.prompt === undefined ? null : el("details.raw", {}, el("summary", {}, `prompt as the model read it, ${relay.number(turn.num_prompt)} tokens`), el("pre", {}, texts[turn.prompt])),
