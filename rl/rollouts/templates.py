@@ -223,7 +223,8 @@ class TokenizerTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         dicts = [{"role": m.role, "content": m.content} for m in messages]
-        options = {"tokenize": False, "add_generation_prompt": opens_reply, **self.options}
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": opens_reply}
+        options |= self.options
         if tools:
             options["tools"] = list(tools)
         try:

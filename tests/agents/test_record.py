@@ -12,11 +12,12 @@ from rl.agents.record import EpisodeRecord
 from rl.agents.types import BadRequestError, ChatRequest, ToolSpec
 from rl.rollouts.control_tokens import RefusedMessageError
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
-from rl.types import Completion, Message, ToolCall
+from rl.types import BranchRole, Completion, Message, ToolCall
 from tests.support.chat_templates import byte_tokenizer
 
 ADD = ToolSpec(name="add", description="Add two numbers.", parameters={"type": "object"})
 LOOK = ToolSpec(name="look", description="Look at a file.", parameters={"type": "object"})
+MAIN: tuple[BranchRole, ...] = ("main",)
 SYSTEM = Message(role="system", content="Be brief.")
 
 
@@ -200,7 +201,7 @@ def test_the_same_request_again_supersedes_the_reply_that_is_not_continued(qwen)
         ((1, 2), "main", "again"),
     ]
     # Only what is trained comes with `is_trained`.
-    branches = list_conversations(qwen.record, trained=("main",)).branches
+    branches = list_conversations(qwen.record, trained=MAIN).branches
     assert [branch.is_trained for branch in branches] == [False, True]
 
 
@@ -235,7 +236,7 @@ def test_requests_in_flight_at_the_same_time_are_in_the_order_of_their_arrival(q
     second = qwen.record.plan(ChatRequest(messages=(SYSTEM, user("Sub")), tools=(ADD,)))
     qwen.answer(second, reply="s")
     qwen.answer(first, reply="m")
-    found = list_conversations(qwen.record, trained=("main",))
+    found = list_conversations(qwen.record, trained=MAIN)
     assert [turn.text for turn in found.turns] == ["m", "s"]
     assert qwen.list_branches() == [((0,), "main", ""), ((1,), "sub-agent", "agent")]
 

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from tempfile import mkdtemp
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import httpx
