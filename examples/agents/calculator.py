@@ -12,6 +12,8 @@ import json
 import sys
 from typing import Any
 
+# `openai` imports its parts when they are first used: here once, and not again in every episode.
+import openai.resources.chat.completions  # noqa: F401
 from openai import AsyncOpenAI
 
 from rl.tools.calculator import evaluate
