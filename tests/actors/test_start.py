@@ -105,7 +105,8 @@ def no_threads(monkeypatch):
 @pytest.mark.parametrize("role", ["trainer", "generator_1", "reward"])
 def test_role_that_is_lost_while_it_starts_is_started_again(tmp_path, caplog, role):
     (roles, cluster), took_s = roles_after_start(tmp_path, num_losses={role: 2})
-    assert roles == ["trainer", "generator_0", "generator_1", "reward"]
+    assert (roles.trainer, roles.generators) == ("trainer", ["generator_0", "generator_1"])
+    assert (roles.reward, roles.agents) == ("reward", None)
     assert (cluster.ended, took_s) == ([role] * 2, 3.0)
     assert cluster.has_new_store == (role == "trainer")
     lost = [r.getMessage() for r in caplog.records if "is lost" in r.getMessage()]

@@ -21,6 +21,7 @@ def placed(
     generator_threads: int = 1,
 ) -> Placements:
     config: Any = SimpleNamespace(
+        agents=None,
         launch=launch,
         trainer=SimpleNamespace(num_procs=trainer, num_threads=trainer_threads),
         generator=SimpleNamespace(
