@@ -13,6 +13,7 @@ from actors.agents import AgentEndpoint
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
+from rl.agents.task import AgentTask
 from rl.config.configurable import HIDDEN, ONE_RUN, Configurable, only_if, unless
 from rl.config.tree import check_bounds, has_members
 from rl.loop.loop import Loop
@@ -391,6 +392,13 @@ class RunConfig(ClusterConfig):
         if not has_members(made, Task):
             raise ValueError(
                 f"task={made.__qualname__}: must be the config of a task (rl.tasks.task)"
+            )
+        plays_agents = issubclass(made, AgentTask)
+        if plays_agents != (self.agents is not None):
+            raise ValueError(
+                f"agents={'None' if plays_agents else '...'}: a task of agents (rl.agents.task) "
+                "needs an endpoint, and other tasks have none: set agents to "
+                f"{'AgentEndpoint.Config()' if plays_agents else 'None'}"
             )
         # It lies beside the runs in dump_folder, where a run with overwrite would replace it.
         if self.name in NO_RUNS:

@@ -109,6 +109,15 @@ STEPS = (
     ),
 )
 
+# Agents ask for sampling of their own, which training must not follow.
+AGENTS = (
+    Rule(
+        when={"agents.honours_sampling": True},
+        must={"loop.num_steps": 0},
+        because="logprobs must be those of the policy that is trained",
+    ),
+)
+
 # The reference policy costs one more forward a step, so that it is never made by default.
 REFERENCE = (
     Rule(
@@ -314,6 +323,7 @@ RULES = (
     *SHARED_GPUS,
     *STEPS,
     *LENGTHS,
+    *AGENTS,
     *REFERENCE,
     *BATCH_INVARIANT,
     *STEP_IN_BACKWARD,

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from actors.agents import AgentEndpoint
 from configs.sum_digits import tiny, tiny_moe
 from losses.policy import GRPOLoss
+from rl.agents.task import AgentTask
 from rl.config.rules import (
     Rule,
     above,
@@ -25,6 +27,7 @@ from rl.config.tree import ConfigError, rebuild
 from rl.models.float8 import Float8
 from rl.models.lora import LoRA
 from rl.run_rules import RULES
+from rl.tasks.sum_digits import SumDigits
 
 PP = {"trainer.parallelism.pipeline_parallel_degree": 2}
 FOLDED = {**PP, "trainer.parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
@@ -37,7 +40,14 @@ EARLY = {
 FREE = {"batch_invariant": False}
 TP = {"trainer.parallelism.tensor_parallel_degree": 2, "generator.tensor_parallel_degree": 2}
 
+AGENTS = {
+    "task": AgentTask.Config(problems=SumDigits.Config(), command=("{python}",)),
+    "agents": AgentEndpoint.Config(honours_sampling=True),
+}
+
 ROWS = [
+    # Agents
+    (AGENTS, "loop.num_steps=80: must be 0 with agents.honours_sampling=True, because logprobs"),
     # Hosts
     *(
         ({f"launch.{name}": value}, f"launch.{name}={value}: must be {default} with "
