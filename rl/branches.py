@@ -61,7 +61,7 @@ class Branch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class BranchRow:
     """A trained branch as one sequence of tokens."""
 
     turns: tuple[int, ...]
@@ -141,18 +141,18 @@ def find_predecessors(branches: Sequence[Branch]) -> dict[int, int | None]:
     return predecessors
 
 
-def split_rows(branches: Sequence[Branch]) -> list[Row]:
+def split_rows(branches: Sequence[Branch]) -> list[BranchRow]:
     """Return the rows that train each turn of a trained branch once.
 
     The first trained branch that has a turn trains it.
     """
-    rows: list[Row] = []
+    rows: list[BranchRow] = []
     seen: set[int] = set()
     for branch in branches:
         if not branch.is_trained:
             continue
         is_new = tuple(turn not in seen for turn in branch.turns)
         if any(is_new):
-            rows.append(Row(turns=branch.turns, is_new=is_new))
+            rows.append(BranchRow(turns=branch.turns, is_new=is_new))
             seen.update(branch.turns)
     return rows

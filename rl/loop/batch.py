@@ -62,8 +62,7 @@ async def make_training_batch(
         trainer: computes reference and proximal logprobs.
         adds_proximal_logprobs: the samples carry the trainer's logprobs from before the step.
 
-    Raises:
-        RunError: no rollout has a trained turn, or no sample is left to train on.
+    Raises RunError if no sample is left to train on.
     """
     members_PG = [group.scored for group in batch.groups]
     temperature = config.sampling.temperature
@@ -104,14 +103,9 @@ async def make_training_batch(
         for sample_id, proximal_T in zip(list(samples), proximal, strict=True):
             samples[sample_id] = replace(samples[sample_id], proximal_logprobs=proximal_T)
 
-    # By prompts, not by samples: a group whose samples were dropped leaves its minibatch smaller
-    # instead of moving the prompts behind it.
     width = config.groups_per_batch // config.num_minibatches
-    minibatches: dict[int, dict[SampleId, TrainingSample]] = defaultdict(dict)
-    for sample_id, sample in samples.items():
-        minibatches[sample_id[0] // width][sample_id] = sample
     return TrainingBatch(
-        minibatches=[*minibatches.values()],
+        minibatches=_divide_by_prompts(samples, width=width),
         has_gradient=any(s.advantages[s.mask].any() for s in samples.values()),
         advantages_PG=advantages_PG,
         metrics=metrics | counts,
@@ -142,6 +136,18 @@ def _make_samples(
     rollouts = [member.rollout for member in chain(*members_PG)]
     samples = policy_samples(rollouts, [*advantages], temperature=temperature)
     return dict(zip(ids, samples, strict=True))
+
+
+def _divide_by_prompts(
+    samples: Mapping[SampleId, TrainingSample], *, width: int
+) -> list[dict[SampleId, TrainingSample]]:
+    """Return the samples of each `width` groups that have any."""
+    # By prompts, not by samples: a group whose samples were dropped leaves its minibatch smaller
+    # instead of moving the prompts behind it.
+    minibatches: dict[int, dict[SampleId, TrainingSample]] = defaultdict(dict)
+    for sample_id, sample in samples.items():
+        minibatches[sample_id[0] // width][sample_id] = sample
+    return [*minibatches.values()]
 
 
 def _mask_truncated(

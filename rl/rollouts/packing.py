@@ -46,8 +46,8 @@ class PackedBatch:
 
     With K targets a token, `targets`, `mask`, `advantages` and all logprobs are [T, K]. Padding is
     a sequence of its own at the end: its mask is False and its sequence id is `num_sequences`. A
-    shared prompt has the mask False and the sequence id of one of its samples. A sequence of
-    `sequence_ids` is an episode, one of `sequences` a sample.
+    shared prefix has the mask and the sequence id of one of its samples, the only one that may be
+    trained on it. A sequence of `sequence_ids` is an episode, one of `sequences` a sample.
     """
 
     input_ids: Tensor
@@ -168,17 +168,35 @@ def pack(
     if num_allowed is not None:
         _fill_up(micro_batches, num_allowed(len(micro_batches)))
 
+    return _pack_plan(
+        samples,
+        micro_batches,
+        share=share_prompts,
+        pad_multiple=pad_multiple,
+        alike=num_allowed is not None,
+    )
+
+
+def _pack_plan(
+    samples: Sequence[TrainingSample],
+    micro_batches: Sequence[Sequence[int]],
+    *,
+    share: bool,
+    pad_multiple: int,
+    alike: bool,
+) -> list[PackedBatch]:
+    """Return micro-batches of the samples at these indices; with `alike` all have one length."""
     layouts: list[list[Piece]] = []
     for indices in micro_batches:
-        layouts.append(make_pieces([samples[i] for i in indices], share=share_prompts))
+        layouts.append(make_pieces([samples[i] for i in indices], share=share))
 
     max_padding: int | None = None
-    if num_allowed is not None:
+    if alike:
         # Stages of a pipeline exchange buffers of one size, so the longest micro-batch sets the
         # length of all. Padding is cut, so that it is never the longest sequence of a batch.
         longest = max(map(count_rows, layouts), default=0) or 1
         pad_multiple = longest + -longest % pad_multiple
-        max_padding = max(lengths, default=1)
+        max_padding = max(list_lengths(samples), default=1)
 
     batches = []
     for indices, pieces in zip(micro_batches, layouts, strict=True):
@@ -217,9 +235,27 @@ def plan_micro_batches(
         units = [[number] for number in range(len(bundles))]
     else:
         units = _list_bundles_of_families(families, bundles)
+    shares = _balance_ranks(units, sizes_B, num_ranks=num_ranks)
+    plan = []
+    for units_of_rank in shares:
+        plan.append(
+            _place_first_fit(
+                units_of_rank, bundles, sizes_B, max_tokens, max_sequences or len(lengths)
+            )
+        )
+    num_micro_batches = max(1, *map(len, plan))
+    for micro_batches in plan:
+        _fill_up(micro_batches, num_micro_batches)
+    return plan
+
+
+def _balance_ranks(
+    units: Sequence[Sequence[int]], sizes_B: Sequence[int], *, num_ranks: int
+) -> list[list[list[int]]]:
+    """Return the units of each rank, the largest first, each with its longest bundle first."""
     if num_ranks > 1:
         # With units of at most a quarter of a rank's share, the smallest ones decide the balance.
-        limit = sum(lengths) // (4 * num_ranks)
+        limit = sum(sizes_B) // (4 * num_ranks)
         parts: list[list[int]] = []
         for unit in units:
             parts += _divide(unit, sizes_B, limit)
@@ -234,22 +270,11 @@ def plan_micro_batches(
     # all must come to the same.
     shares: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = [(0, rank) for rank in range(num_ranks)]
-    for size, unit in sorted(sized, key=lambda pair: (-pair[0], pair[1])):
+    for size, longest_first in sorted(sized, key=lambda pair: (-pair[0], pair[1])):
         tokens, rank = heapq.heappop(load)
-        shares[rank].append(unit)
+        shares[rank].append(longest_first)
         heapq.heappush(load, (tokens + size, rank))
-
-    plan = []
-    for units_of_rank in shares:
-        plan.append(
-            _place_first_fit(
-                units_of_rank, bundles, sizes_B, max_tokens, max_sequences or len(lengths)
-            )
-        )
-    num_micro_batches = max(1, *map(len, plan))
-    for micro_batches in plan:
-        _fill_up(micro_batches, num_micro_batches)
-    return plan
+    return shares
 
 
 def _list_bundles_of_families(
@@ -266,9 +291,9 @@ def _list_bundles_of_families(
 
 
 def _divide(unit: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Divide a unit into parts of at most `limit` tokens, or of one sample.
+    """Divide a unit into parts of at most `limit` tokens, or of one bundle.
 
-    Example: a unit [3, 5, 8] of samples with 40, 50 and 60 tokens and a limit of 100 is divided
+    Example: a unit [3, 5, 8] of bundles with 40, 50 and 60 tokens and a limit of 100 is divided
     into [3, 5] and [8].
     """
     parts: list[list[int]] = [[]]

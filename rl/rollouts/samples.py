@@ -6,7 +6,7 @@ Shape legend: T tokens of a sequence, N tokens of a prompt, C tokens of a comple
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -74,53 +74,71 @@ def policy_samples(
     _check_lengths(rollouts, advantages_NC)
     # One array of each kind for all rollouts: a batch has thousands of them, and numpy takes longer
     # to begin a call than to fill a short array.
-    ids, logprobs_N, versions_N = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
-    given_N = list[np.ndarray]()
-    is_trained: list[bool] = []
-    num_tokens: list[int] = []
-    episodes: list[int | None] = []
+    parts = _RowParts()
     for number, (rollout, advantages_C) in enumerate(zip(rollouts, advantages_NC, strict=True)):
-        rows, places = split_rows(rollout.branches), find_places(rollout)
-        for row in rows:
-            num_before = len(ids)
-            for i, is_new in zip(row.turns, row.is_new, strict=True):
-                turn = rollout.turns[i]
-                ids += [turn.prompt_ids, turn.completion.token_ids]
-                logprobs_N.append(turn.completion.logprobs)
-                versions_N.append(turn.completion.policy_versions)
-                # Prompts and completions alternate.
-                is_trained += [False, is_new]
-                if is_new:
-                    given_N.append(advantages_C[places[i]])
-            num_tokens.append(sum(map(len, ids[num_before:])))
-            episodes.append(first_episode + number if len(rows) > 1 else None)
-    if not ids:
+        parts.add(rollout, advantages_C, episode=first_episode + number)
+    if not parts.ids:
         return []
 
-    lengths = [*map(len, ids)]
-    is_sampled_T = np.repeat(np.tile([False, True], len(logprobs_N)), lengths)
-    mask = np.repeat(is_trained, lengths)
-    token_ids = np.concatenate(ids).astype(np.int32, copy=False)
-    logprobs = _spread(logprobs_N, np.float32, is_sampled_T, elsewhere=np.nan)
-    advantages = _spread(given_N, np.float32, mask, elsewhere=0.0)
-    versions = _spread(versions_N, np.int32, is_sampled_T, elsewhere=-1)
+    lengths = [*map(len, parts.ids)]
+    # Prompts and completions alternate.
+    is_sampled_T = np.repeat(np.tile([False, True], len(parts.logprobs)), lengths)
+    mask = np.repeat(parts.is_trained, lengths)
+    token_ids = np.concatenate(parts.ids).astype(np.int32, copy=False)
+    logprobs = _spread(parts.logprobs, np.float32, is_sampled_T, elsewhere=np.nan)
+    advantages = _spread(parts.advantages, np.float32, mask, elsewhere=0.0)
+    versions = _spread(parts.versions, np.int32, is_sampled_T, elsewhere=-1)
     samples = []
     begin = 0
-    for num, episode in zip(num_tokens, episodes, strict=True):
-        part = slice(begin, begin + num)
-        begin = part.stop
+    for num, episode in zip(parts.num_tokens, parts.episodes, strict=True):
+        row = slice(begin, begin + num)
+        begin = row.stop
         samples.append(
             TrainingSample(
-                token_ids=token_ids[part],
-                mask=mask[part],
-                generator_logprobs=logprobs[part],
-                advantages=advantages[part],
-                policy_versions=versions[part],
+                token_ids=token_ids[row],
+                mask=mask[row],
+                generator_logprobs=logprobs[row],
+                advantages=advantages[row],
+                policy_versions=versions[row],
                 temperature=temperature,
                 episode=episode,
             )
         )
     return samples
+
+
+@dataclass(slots=True)
+class _RowParts:
+    """Arrays of all turns of all rows: one for each prompt and each completion, in order."""
+
+    ids: list[np.ndarray] = field(default_factory=list)
+    """Token ids of a prompt, of its completion, of the next prompt, and so on."""
+    is_trained: list[bool] = field(default_factory=list)
+    """True for the parts of `ids` that the row trains."""
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    versions: list[np.ndarray] = field(default_factory=list)
+    advantages: list[np.ndarray] = field(default_factory=list)
+    """Advantages of the trained parts alone."""
+    num_tokens: list[int] = field(default_factory=list)
+    """Tokens of each row."""
+    episodes: list[int | None] = field(default_factory=list)
+    """Number of each row's episode; None for the only row of an episode."""
+
+    def add(self, rollout: Rollout, advantages_C: np.ndarray, *, episode: int) -> None:
+        """Append the rows of a rollout."""
+        rows, places = split_rows(rollout.branches), find_places(rollout)
+        for row in rows:
+            num_before = len(self.ids)
+            for i, is_new in zip(row.turns, row.is_new, strict=True):
+                turn = rollout.turns[i]
+                self.ids += [turn.prompt_ids, turn.completion.token_ids]
+                self.is_trained += [False, is_new]
+                self.logprobs.append(turn.completion.logprobs)
+                self.versions.append(turn.completion.policy_versions)
+                if is_new:
+                    self.advantages.append(advantages_C[places[i]])
+            self.num_tokens.append(sum(map(len, self.ids[num_before:])))
+            self.episodes.append(episode if len(rows) > 1 else None)
 
 
 def find_places(rollout: Rollout) -> dict[int, slice]:

@@ -20,7 +20,7 @@ from rl.rollouts.producer import Batch
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.sum_digits import make_problem
 from rl.trainer_types import DeviceMemory, ExpertLoad, Packing
-from rl.types import Observation, Score
+from rl.types import Branch, Observation, Score
 from tests.support.fakes import FakePolicy, ListSink, completion, prompt_of, rollout_of
 from tests.support.loops import half_right, make_loop
 from tests.support.virtual_time import run_in_virtual_time
@@ -108,10 +108,13 @@ def of_batches_and_evaluations():
     rollout = replace(rollout, turns=(turn,))
     score = Score(reward=1.0, correct=True, parts={"environment": 0.5, "length": 3.0})
     group = Group(number=0, rollouts=[rollout], scores=[score])
+    branches = (Branch(turns=(0,)), Branch(turns=(1,), role="sub-agent", cause="agent"))
+    tree = replace(rollout, turns=(turn, turn), branches=branches)
+    branching = Group(number=1, rollouts=[tree], scores=[score])
     greedy = [(replace(rollout, turns=(turn, turn)), score)]
     sets = [EvaluatedSet(name=name, greedy=greedy, sampled=[]) for name in ("easy", "hard")]
     return {
-        **batch_metrics(Batch(groups=[group], dropped=[("failed", group)])),
+        **batch_metrics(Batch(groups=[group, branching], dropped=[("failed", group)])),
         **EvaluationResult(sets=sets).compute_metrics(),
     }
 

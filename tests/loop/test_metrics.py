@@ -17,7 +17,7 @@ from rl.rollouts.group import Group, RolloutWorker, ScoredRollout
 from rl.rollouts.producer import Batch
 from rl.tasks.sum_digits import make_problem
 from rl.trainer_types import ForwardBackwardResult, OptimStepResult
-from rl.types import Observation, PublishResult, Rollout, SamplingParams, Score
+from rl.types import Branch, Observation, PublishResult, Rollout, SamplingParams, Score
 from tests.support.fakes import (
     RENDERER,
     SimulatedPolicy,
@@ -112,6 +112,40 @@ def test_rewards_are_averaged_by_sample_and_equal_groups_by_group():
         "rollout/turns_mean": 1,
         "rollout/unfinished": 0,
     }
+
+
+def test_branches_are_counted_in_steps_that_have_some():
+    (plain, other) = rollouts("abc", "abcdef")
+    (short,), (long,) = plain.turns, other.turns
+    branches = (
+        Branch(turns=(0, 1)),
+        Branch(turns=(0, 2), cause="again"),
+        Branch(turns=(3,), role="auxiliary", cause="agent", is_trained=False),
+    )
+    tree = replace(plain, turns=(short, short, long, short), branches=branches)
+
+    def measure(*members):
+        scores = [Score(reward=1.0, correct=True) for _ in members]
+        group = Group(number=0, rollouts=list(members), scores=scores)
+        return values(batch_metrics(Batch(groups=[group], dropped=[])))
+
+    said = measure(plain, tree)
+    assert said["rollout/branches_mean"] == (1 + 3) / 2
+    assert said["rollout/rows_mean"] == (1 + 2) / 2
+    assert {name: n for name, n in said.items() if name.startswith("branches/")} == {
+        "branches/again": 1,
+        "branches/agent": 1,
+    }
+    assert said["rollout/turns_mean"] == (1 + 4) / 2
+    # With the end tokens 4, and 4 + 4 + 7 of the trained turns.
+    assert said["completion/tokens_mean"] == (4 + 15) / 2
+    num_told = len(PROMPT.token_ids)
+    assert said["prompt/tokens_mean"] == (num_told + 3 * num_told) / 2
+    # Before the second turns of both rows stand two prompts and the first reply.
+    first, second = 4 * num_told + 6, 4 * (2 * num_told + 4) + 6
+    again = 7 * (2 * num_told + 4) + 21
+    assert said["completion/context_mean"] == (2 * first + second + again) / 19
+    assert not any("branches" in name or "rows" in name for name in measure(plain, other))
 
 
 def test_turns_and_environment_metrics_are_reported():

@@ -320,7 +320,7 @@ def test_every_token_of_a_trained_branch_is_trained_once_with_its_advantage(seed
             logprob = float(sample.generator_logprobs[t])
             trained.append((int(sample.token_ids[t]), float(sample.advantages[t]), logprob))
 
-    expected = []
+    expected: list[tuple[int, float, float]] = []
     for group, advantages_G in zip(groups, made.advantages_PG, strict=True):
         for rollout, advantages_C in zip(group.rollouts, advantages_G, strict=True):
             completions = [turn.completion for turn in rollout.trained_turns]
@@ -386,7 +386,7 @@ def test_a_long_row_is_left_out_alone():
     made = make_one(tree(), tree(sample=1), max_sample_tokens=8, long_samples="drop")
     (part,) = made.minibatches
     assert list(part) == [(0, 0), (0, 0, 1), (0, 1), (0, 1, 1)]
-    assert made.metrics["samples/dropped"].value == 2  # type: ignore[attr-defined]
+    assert made.metrics["samples/dropped"].value == 2
 
 
 def test_all_rows_of_a_truncated_rollout_are_masked():
@@ -394,7 +394,7 @@ def test_all_rows_of_a_truncated_rollout_are_masked():
     made = make_one(*rollouts, mask_truncated_completions=True)
     (part,) = made.minibatches
     assert [bool(s.mask.any()) for s in part.values()] == [False] * 3 + [True] * 3
-    assert made.metrics["samples/masked"].value == 1  # type: ignore[attr-defined]
+    assert made.metrics["samples/masked"].value == 1
 
 
 def test_a_step_without_a_trained_branch_is_an_error():

@@ -9,7 +9,17 @@ from rl.rollouts.evaluation import EvaluatedSet, EvaluationResult
 from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch
 from rl.tasks.data import read_pass_rates
-from rl.types import EndReason, Message, Observation, Problem, Prompt, Rollout, Score, Turn
+from rl.types import (
+    Branch,
+    EndReason,
+    Message,
+    Observation,
+    Problem,
+    Prompt,
+    Rollout,
+    Score,
+    Turn,
+)
 from rl.utils.files import get_previous_file
 from tests.support.fakes import completion_of
 
@@ -98,6 +108,57 @@ def test_line_has_prompt_reply_and_reward(tmp_path):
             }
         ],
     }
+
+
+def test_training_data_of_a_tree_is_that_of_trained_turns(tmp_path):
+    trained = TrainedRollout(
+        advantages=np.array([0.5, 0.5, 0.25, -0.25], dtype=np.float32),
+        mask=np.array([True, True, True, False]),
+        trainer_logprobs=np.array([-0.5, -1.5, -0.125, np.nan], dtype=np.float32),
+    )
+    branches = (
+        Branch(turns=(0, 2)),
+        Branch(turns=(0, 1), role="superseded", cause="again", is_trained=False),
+    )
+    tree = replace(rollout("p", turn("a"), turn("b"), turn("c")), branches=branches)
+    (line,) = recorded(tmp_path, [group("p", score(), rollouts=[tree])], advantages=[[trained]])
+    assert line["branches"] == [
+        {"turns": [0, 2], "role": "main", "cause": "", "trained": True},
+        {"turns": [0, 1], "role": "superseded", "cause": "again", "trained": False},
+    ]
+    names = ("advantages", "mask", "trainer_logprobs")
+    assert [[t.get(name) for name in names] for t in line["turns"]] == [
+        [0.5, 1, [-0.5, -1.5]],
+        [None, None, None],
+        [[0.25, -0.25], [1, 0], [-0.125, "nan"]],
+    ]
+    assert all("logprobs" in t for t in line["turns"])
+    assert "state" not in line
+
+
+def test_a_single_branch_is_recorded_if_it_is_not_a_plain_one(tmp_path):
+    hidden = replace(rollout("p"), branches=(Branch(turns=(0,), is_trained=False),))
+    nothing = TrainedRollout(advantages=np.zeros(0, dtype=np.float32))
+    (line,) = recorded(tmp_path, [group("p", score(), rollouts=[hidden])], advantages=[[nothing]])
+    assert line["branches"] == [{"turns": [0], "role": "main", "cause": "", "trained": False}]
+    assert "advantages" not in line["turns"][0]
+
+
+def test_state_is_recorded_with_long_texts_cut(tmp_path):
+    state = {
+        "exit": np.int64(1), "share": 0.5, "ok": None, "output": "x" * 9000,
+        "files": {"a.py": "y" * 9000, "deep": {"er": {"est": 1}}}, "many": [*range(1000)],
+        "other": {1, 2},
+    }  # fmt: skip
+    left = replace(rollout("p"), state=state)
+    (line,) = recorded(tmp_path, [group("p", score(), rollouts=[left])])
+    kept = line["state"]
+    assert [kept[name] for name in ("exit", "share", "ok", "other")] == [1, 0.5, None, "{1, 2}"]
+    for text in (kept["output"], kept["files"]["a.py"]):
+        assert 2000 < len(text) < 2100
+        assert "(7000 characters more)" in text
+    assert kept["files"]["deep"] == {"er": "{'est': 1}"}
+    assert kept["many"] == [*range(100)]
 
 
 def test_training_data_is_split_by_turns(tmp_path):

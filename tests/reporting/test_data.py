@@ -1,8 +1,9 @@
 import json
+from typing import Any
 
 import pytest
 
-from rl.reporting.data import read_run
+from rl.reporting.data import find_last_turn, read_run
 from rl.reporting.findings import find
 from tests.support.report_runs import START_S, TEXT, MadeRun, make_run
 
@@ -77,6 +78,23 @@ def test_rollouts_without_a_reward_are_read(folder):
     assert len(run.rollouts) == 55
     assert run.rollouts[-2].keys() & {"reward", "correct"} == set()
     assert [finding.kind for finding in find(run)] == ["no_reward_variance"]
+
+
+def test_branches_are_read_and_damaged_ones_are_skipped(folder):
+    last = read_run(folder).rollouts[-1]
+    (turn,) = last["turns"]
+    turns = [{**turn, "reply": reply} for reply in "abc"]
+    branch = {"turns": [0, 1], "role": "main", "cause": "", "trained": True}
+    agent = {"turns": [2], "role": "sub-agent", "cause": "agent", "trained": True}
+    damaged: list[Any] = [[], [{"turns": [3]}], [{"turns": []}], ["main"]]
+    for branches in ([branch, agent], [agent], *damaged):
+        append(folder / "rollouts.jsonl", last | {"turns": turns, "branches": branches})
+    run = read_run(folder)
+    assert len(run.rollouts) == 3 + 2
+    assert "4 damaged lines are skipped" in run.problems[0]
+    linear, tree, agent_alone = run.rollouts[-3:]
+    ends = [find_last_turn(rollout) for rollout in (linear, tree, agent_alone)]
+    assert [end and end["reply"] for end in ends] == [TEXT, "b", "c"]
 
 
 def test_large_files_keep_the_tokens_of_some_steps(folder):

@@ -32,6 +32,9 @@ def kernels(report: Report) -> None:
     # A prompt of 40 tokens, and three answers that see it.
     answers = SequenceLayout.after_prefixes((40, 7, 30, 1), ((0, 0), (0, 40), (0, 40), (0, 40)))
     _attention(report, "attention to shared prompts", answers)
+    # A row of 60 tokens, a second that leaves it after 40, and a third that leaves the second.
+    rows = SequenceLayout.after_paths((60, 20, 9), ((), ((0, 40),), ((0, 40), (60, 67))))
+    _attention(report, "attention to rows of an episode", rows)
     _attention(report, "attention in float32", answers, dtype=torch.float32, atol=1e-4)
     _norm(report)
     _grouped_products(report)

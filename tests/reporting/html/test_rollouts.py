@@ -64,6 +64,33 @@ def test_each_token_has_its_text_and_logprob_difference(texts):
     assert packed.index["columns"]["diff"] == [0.25]
 
 
+def test_turns_of_a_tree_are_shown_once_branch_by_branch(texts):
+    tree = line("a")
+    (turn,) = tree["turns"]
+    tree["turns"] = [{**turn, "reply": reply} for reply in "abcd"]
+    tree["turns"][0]["advantages"] = 0.5
+    tree["branches"] = [
+        {"turns": [0, 2], "role": "main", "cause": "", "trained": True},
+        {"turns": [0, 1], "role": "superseded", "cause": "again", "trained": False},
+        {"turns": [3], "role": "sub-agent", "cause": "agent", "trained": True},
+        {"turns": [0], "role": "superseded", "cause": "again", "trained": False},
+    ]
+    (turns,) = shown(pack_rollouts([tree], texts, max_bytes=ROOM))
+    assert [(turn["reply"], turn["number"]) for turn in turns] == [
+        ("a", 1), ("c", 3), ("b", 2), ("d", 4),
+    ]  # fmt: skip
+    assert [turn.get("branch") for turn in turns] == [
+        {"role": "main", "cause": "", "trained": True, "after": None},
+        None,
+        {"role": "superseded", "cause": "again", "trained": False, "after": 1},
+        {"role": "sub-agent", "cause": "agent", "trained": True, "after": None},
+    ]
+    # The rollout's advantage is not that of turns that were not trained.
+    assert [turn.get("advantages") for turn in turns] == [0.5, None, None, None]
+    (plain,) = shown(pack_rollouts([line("a")], texts, max_bytes=ROOM))
+    assert not {"branch", "number"} & set(plain[0])
+
+
 def test_rollout_without_tokens_has_its_text(texts):
     bare = line("hello")
     bare["turns"] = [{"messages": [], "reply": "hello", "finish_reason": "stop"}]
