@@ -46,7 +46,8 @@ def bundle_episodes(
             raise ValueError(
                 f"episode {samples[rows[0]].episode} has {len(rows)} rows of {num_tokens} tokens "
                 f"together, more than fit into a micro-batch with max_tokens_per_microbatch="
-                f"{max_tokens} and max_sequences_per_microbatch={max_sequences}, and a loss with "
+                f"{max_tokens} and max_sequences_per_microbatch={max_sequences} (in a pipeline "
+                "at most pipeline_parallel_microbatch_size), and a loss with "
                 f"{undivided_for} needs all of them there: raise the limit, or take a loss of "
                 "tokens alone (normalization 'token_mean' and no ratio of sequences)"
             )

@@ -134,7 +134,7 @@ def pack(
         max_sequences: most samples of a micro-batch.
         max_length: most tokens of a sample.
         pad_multiple: T becomes a multiple of it, for sequence parallelism.
-        share_prompts: store the prompt once for all samples of a micro-batch that have it.
+        share_prompts: store the prefix once that samples of a micro-batch have in common.
         num_allowed: smallest number of micro-batches allowed from a number up, for a pipeline:
             micro-batches become smaller until there are as many as `num_allowed(1)`, some may be
             padding alone, and all get one length.
@@ -167,7 +167,6 @@ def pack(
     )[rank]
     if num_allowed is not None:
         _fill_up(micro_batches, num_allowed(len(micro_batches)))
-
     return _pack_plan(
         samples,
         micro_batches,
