@@ -138,8 +138,9 @@ clean: ## remove caches and build files; keep outputs/ and environments
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .venv.lock .venv-gpu.lock build dist *.egg-info
 	find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +
 
-docs: setup ## generate docs/options.md and docs/known_names.md from the config classes
+docs: setup ## generate docs/options.md, docs/known_names.md and docs/agent_fields.md
 	$(TEST_PYTHON) -m tools.options
+	$(TEST_PYTHON) -m tools.agent_fields
 
 docs-site: ## build the site of docs/ into build/site
 	@$(TEST_SETUP) docs

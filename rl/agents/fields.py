@@ -148,7 +148,7 @@ _add(OPENAI, "asked", {
     "presence_penalty": ("penalty of tokens that occurred", Bounds(low=-2, high=2)),
     "repetition_penalty": ("penalty of repetitions (vLLM)", Bounds(low=0, high=2)),
     "min_p": ("least probability relative to the likeliest token (vLLM)", Bounds(low=0, high=1)),
-    "seed": ("seed of the request", Bounds(type="integer", low=-(2**63), high=2**63)),
+    "seed": ("seed of the request", Bounds(type="integer")),
     "min_tokens": ("least new tokens (vLLM)", Bounds(type="integer", low=0)),
     "stop_token_ids": ("tokens that end the reply (vLLM)", Bounds(type="integers")),
     "enable_thinking": ("thoughts on or off (Qwen)", Bounds(type="boolean")),

@@ -55,8 +55,9 @@ class JsonScanner:
                 self._read_string(text)
             else:
                 self._read_next(text, is_last=is_last)
+            # The rest is the beginning of an escape, a number or a word.
             if self.position == before:
-                break  # The rest is the beginning of an escape, a number or a word.
+                break
         return self.state
 
     def _read_next(self, text: str, *, is_last: bool) -> None:
@@ -74,6 +75,7 @@ class JsonScanner:
                 self._take(True, then="name" if is_member else "value")
             else:
                 self._close(character)
+        # Only a list or an object that has just begun may end here: no comma stands before an end.
         elif self._expected == "first" and character == self._awaited[-1]:
             self._close(character)
         elif self._expected == "name" or (self._expected == "first" and is_member):

@@ -175,15 +175,15 @@ class _Trimmer:
 class _OpenCall:
     """A call whose end is not decided."""
 
-    start: int
-    """Beginning of its mark or, without a mark, of its object."""
-    body: int = -1
-    """Beginning of its JSON; -1: not known."""
+    body: int
+    """Beginning of its JSON, or of the white space before the JSON."""
     scanner: JsonScanner | None = None
     end: int = -1
     """End of the JSON, or `body` if it is invalid; -1: not known."""
     call: ToolCall | None = None
     has_problem: bool = True
+    searched: int = 0
+    """Place up to which the text behind the JSON has been looked at."""
 
 
 class _Scan:
@@ -212,6 +212,7 @@ class _Scan:
         self.text, self.is_last = text, is_last
         while self.take_next():
             pass
+        # What no rule has taken is told as it stands.
         if is_last:
             self.tell(len(self.text))
             for kind, trimmer in self.trimmers.items():
@@ -282,6 +283,7 @@ class _Scan:
         """Decode the JSON of a call at whose end the scanner has arrived, or cannot arrive."""
         scanner, body = open_call.scanner, open_call.body
         assert scanner is not None
+        # Text that is no JSON ends where it begins, as in `decode_json`.
         open_call.end = body
         if scanner.state != "done":
             return
@@ -356,17 +358,16 @@ class _HermesScan(_Scan):
             self.num_read += 1
             if not self.closing:
                 self.tell(found.start())
-            self.open_call = _OpenCall(start=found.start())
+            self.open_call = _OpenCall(body=found.end())
         return True
 
     def _take_call(self, open_call: _OpenCall) -> bool:
         if open_call.scanner is None:
-            white = _WHITE.match(self.text, open_call.start + len(CALL_OPEN))
-            assert white is not None  # the pattern matches everywhere
-            if white.end() == len(self.text) and not self.is_last:
+            open_call.body = self._skip_white(open_call.body)
+            if open_call.body == len(self.text) and not self.is_last:
                 return False
-            open_call.body = white.end()
-            open_call.scanner = JsonScanner(start=white.end())
+            open_call.scanner = JsonScanner(start=open_call.body)
+        # Decoded once, also if the mark behind the JSON takes its time.
         if open_call.end < 0:
             state = open_call.scanner.scan(self.text, is_last=self.is_last)
             if state == "open" and not self.is_last:
@@ -375,26 +376,33 @@ class _HermesScan(_Scan):
         if self.closing:
             return self._pass_call(open_call)
 
-        white = _WHITE.match(self.text, open_call.end)
-        assert white is not None  # the pattern matches everywhere
-        rest = self.text[white.end() : white.end() + len(CALL_CLOSE)]
+        # White space may go on, and is looked at once.
+        open_call.searched = white = self._skip_white(max(open_call.end, open_call.searched))
+        rest = self.text[white : white + len(CALL_CLOSE)]
         is_cut = rest != CALL_CLOSE and CALL_CLOSE.startswith(rest) and not self.is_last
         if is_cut and not open_call.has_problem:
             return False
         self.open_call = None
         if rest == CALL_CLOSE and open_call.call is not None and self.has_tools:
-            self.tell_call(open_call.call, end=white.end() + len(CALL_CLOSE))
+            self.tell_call(open_call.call, end=white + len(CALL_CLOSE))
         else:
+            # Its text is told as content while the search for its end goes on.
             self.is_damaged = True
             self.position = open_call.end
         return True
+
+    def _skip_white(self, place: int) -> int:
+        white = _WHITE.match(self.text, place)
+        assert white is not None  # the pattern matches everywhere
+        return white.end()
 
     def _pass_call(self, open_call: _OpenCall) -> bool:
         """Go past a call in a thought, so that no string in it ends the thought."""
         end = open_call.end
         if open_call.has_problem and self.text.startswith("{", open_call.body):
-            following = _CALL_MARKS.search(self.text, end)
+            following = _CALL_MARKS.search(self.text, max(end, open_call.searched))
             if following is None and not self.is_last:
+                open_call.searched = len(self.text) - len(CALL_CLOSE)
                 return False
             # A damaged object may hold marks too, up to its end.
             if following is not None and following.group() == CALL_CLOSE:
@@ -423,14 +431,16 @@ class _LlamaScan(_Scan):
 
         white = (_BETWEEN_CALLS if self.num_calls else _WHITE).match(self.text, self.position)
         assert white is not None  # the pattern matches everywhere
-        start = white.end()
+        # White space is looked at once, and told once it is known what follows.
+        self.position = start = white.end()
         if start == len(self.text):
             # A separator behind the last call is no content.
             if self.is_last and self.num_calls and _BETWEEN_CALLS.fullmatch(self.text, self.told):
                 self.told = start
             return False
+        # In this place, an object is a call or the end of all calls.
         if self.text[start] == "{" and self.num_calls < MAX_CALLS:
-            self.open_call = _OpenCall(start=start, body=start, scanner=JsonScanner(start=start))
+            self.open_call = _OpenCall(body=start, scanner=JsonScanner(start=start))
         elif marks.pattern.match(self.text, start):
             return self._take_mark(marks)
         elif self.text[start:] in marks.beginnings and not self.is_last:

@@ -134,6 +134,9 @@ class TokenPiece:
     """Text of each token; empty if texts are unknown."""
 
 
+NO_TOKENS = TokenPiece(token_ids=())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChatReply:
     """A complete reply with the tokens that it was read from."""

@@ -323,3 +323,12 @@ def test_keep_alives_are_comments_or_pings():
 def test_joined_events_are_those_of_a_whole_reply():
     parsed = read(f"a{CALL}b")
     assert join_events(parsed.parts) == parsed.parts
+
+
+def test_no_character_of_a_text_ends_a_line_of_a_stream():
+    text = "a\x85b\u2028c\u2029d\re\nf"
+    parsed = read(text)
+    request = make_request("chat")
+    raw = stream("chat", request, make_reply(parsed), [parsed.parts])
+    assert raw.decode().splitlines() == raw.decode().removesuffix("\n").split("\n")
+    assert HEAR["chat"](raw).content["content"] == text

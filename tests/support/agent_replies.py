@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rl.agents.dialects import chat, messages, responses
+from rl.agents.dialects.writing import ReplyStream
 from rl.agents.reply_reader import ParsedReply, ReplyEvent, ReplyReader, find_end
 from rl.agents.types import ChatReply, ChatRequest
 from rl.types import Completion, Message
 
-DIALECTS = {"chat": chat, "responses": responses, "messages": messages}
-STREAMS = {
+DIALECTS: dict[str, Any] = {"chat": chat, "responses": responses, "messages": messages}
+STREAMS: dict[str, Callable[..., ReplyStream]] = {
     "chat": chat.ChatStream,
     "responses": responses.ResponsesStream,
     "messages": messages.MessagesStream,

@@ -40,6 +40,7 @@ from rl.agents.dialects.writing import (
 from rl.agents.fields import FIELDS, check_fields, check_refused
 from rl.agents.reply_reader import ParsedReply, ReplyEvent
 from rl.agents.types import (
+    NO_TOKENS,
     ChatReply,
     ChatRequest,
     ReplyCall,
@@ -57,7 +58,6 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning")
 CHOICES = ("none", "auto", "required")
 DONE = b"data: [DONE]\n\n"
-NO_TOKENS = TokenPiece(token_ids=())
 
 
 # Requests
@@ -71,6 +71,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     messages = _read_messages(body.get("messages"), nested)
     tools = _read_tools(body.get("tools"), nested)
     requires_call, allows_calls = _read_choice(body.get("tool_choice"))
+    # Some clients send both, the older name for older servers.
     limits = []
     for name in ("max_tokens", "max_completion_tokens"):
         limit = read_count(body.get(name), name)
@@ -191,6 +192,7 @@ def _read_content(value: Any, field: str, role: str, nested: set[str]) -> str:
 def _read_assistant(message: Mapping[str, Any], content: str, where: str) -> Message:
     row = FIELDS["chat"]["messages[].function_call"]
     check_refused(message.get("function_call"), row, field=f"{where}.function_call")
+    # A refusal is a text of its own in this API.
     if not content:
         content = read_text(message.get("refusal"), f"{where}.refusal")
     calls: list[ToolCall] = []
@@ -218,6 +220,7 @@ def _read_call(given: Any, where: str) -> ToolCall:
 def make_body(reply: ChatReply, request: ChatRequest, parsed: ParsedReply) -> dict[str, Any]:
     """Return the body of a whole reply."""
     calls = [_describe_call(call) for call in parsed.calls]
+    # Strict clients take null for content only beside calls.
     message: dict[str, Any] = {
         "role": "assistant",
         "content": None if calls and not parsed.content else parsed.content,
@@ -270,6 +273,7 @@ class ChatStream:
 
         Text is held back while it may be part of a mark, so that tokens and text need not fit.
         """
+        # The first chunk has the tokens; without a chunk they get one of their own.
         extras = _describe_tokens(tokens, self._request) if len(tokens.token_ids) else {}
         self._num_tokens += len(tokens.token_ids)
         frames = []
@@ -294,6 +298,7 @@ class ChatStream:
         }
         chunk = self._make_chunk({}, **end, **_describe_tokens(rest, self._request))
         frames = [frame_data(chunk)]
+        # The usage has a chunk without choices to itself.
         if "usage" in self._request.wants:
             last = {**self._head, "choices": [], "usage": _describe_usage(reply)}
             frames.append(frame_data(last))

@@ -30,6 +30,7 @@ from rl.agents.dialects.writing import frame_event, select_parts, tell_end, writ
 from rl.agents.fields import FIELDS, check_fields, check_refused
 from rl.agents.reply_reader import ParsedReply, ReplyEvent, join_events
 from rl.agents.types import (
+    NO_TOKENS,
     BadRequestError,
     ChatReply,
     ChatRequest,
@@ -37,6 +38,7 @@ from rl.agents.types import (
     ReplyExtra,
     ReplyStart,
     RequestError,
+    TokenPiece,
     ToolSpec,
 )
 from rl.types import Message
@@ -66,12 +68,15 @@ NO_BLOCK = ""
 def read_request(body: Mapping[str, Any]) -> ChatRequest:
     """Return the request of a body; raise BadRequestError for a field that is wrong."""
     request = _read_body(body)
+    # What counting does without.
     if request.max_tokens is None:
         raise BadRequestError("max_tokens is required", field="max_tokens")
+    # The API continues such a text, and the record would take it for the model's.
     last = len(body["messages"]) - 1
     if body["messages"][last].get("role") == "assistant":
         raise BadRequestError(
-            f"messages[{last}] is the assistant's: a reply cannot be begun for the model",
+            f"messages[{last}].role='assistant' at the end is not supported: nobody begins a reply "
+            "for the model",
             field=f"messages[{last}].role",
         )
     return request
@@ -133,6 +138,7 @@ def _read_choice(value: Any, nested: set[str]) -> tuple[bool, bool]:
         return False, True
     choice = require_object(value, "tool_choice")
     kind = read_choice(choice.get("type"), "tool_choice.type", CHOICES)
+    # Sampling is not constrained, so that a certain tool cannot be promised.
     if kind == "tool":
         refuse_named_choice(choice.get("name"), "tool_choice.name", "messages")
     if choice.get("disable_parallel_tool_use") is not None:
@@ -170,7 +176,7 @@ def _read_message(
     elif role == "user":
         _read_user(content, field, conversation, nested)
     elif isinstance(content, list):
-        conversation.add_text("")
+        conversation.add_text("")  # A turn of thoughts alone is a turn.
         for place, block in enumerate(content):
             where = f"{field}[{place}]"
             _read_reply_block(require_object(block, where), where, conversation, nested)
@@ -196,6 +202,7 @@ def _read_user(content: Any, field: str, conversation: Conversation, nested: set
             conversation.add(Message(role="tool", content=text))
         else:
             texts.append(_read_text_block(block, where, nested))
+    # Results alone are no message of the user.
     if texts or not num_results:
         conversation.add(Message(role="user", content="\n".join(texts)))
 
@@ -300,8 +307,8 @@ class MessagesStream:
         message["usage"] = _describe_usage(self._start, 0)
         return frame_event({"type": "message_start", "message": message})
 
-    def add(self, events: Sequence[ReplyEvent]) -> bytes:
-        """Return the events of some parts."""
+    def add(self, events: Sequence[ReplyEvent], *, tokens: TokenPiece = NO_TOKENS) -> bytes:
+        """Return the events of some parts; tokens are told by chat only."""
         frames = []
         for part in select_parts(events, self._request):
             if isinstance(part, ReplyCall):
@@ -327,6 +334,7 @@ class MessagesStream:
     def finish(self, reply: ChatReply) -> bytes:
         """Return the end of the message, with its reason and the tokens."""
         frames = self._close_block()
+        # As in the whole body, a text stands for a reply that has nothing to send back.
         if not self._has_turn:
             frames += self._open_block({"type": "text", "text": ""})
             frames += self._close_block()
@@ -354,6 +362,7 @@ class MessagesStream:
         if self._open_type == NO_BLOCK:
             return []
         frames = []
+        # Some clients wait for a signature at the end of a thought.
         if self._open_type == "thinking":
             frames.append(self._write_delta({"type": "signature_delta", "signature": ""}))
         frames.append(frame_event({"type": "content_block_stop", "index": self._num_blocks}))

@@ -48,6 +48,7 @@ def read_text(value: Any, field: str) -> str:
         return ""
     if not isinstance(value, str):
         raise BadRequestError(f"{field}={show_value(value)} must be a string", field=field)
+    # JSON can write such halves, but no tokenizer reads them.
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -140,6 +141,7 @@ def join_parts(
 def read_arguments(value: Any, field: str) -> Mapping[str, Any]:
     """Return the arguments of a call from JSON; empty for a call that has none."""
     text = read_text(value, field)
+    # Clients write calls without arguments in several ways.
     if not text.strip():
         return {}
     start = len(text) - len(text.lstrip())

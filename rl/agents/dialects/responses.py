@@ -38,12 +38,14 @@ from rl.agents.dialects.writing import (
 from rl.agents.fields import FIELDS, check_fields, check_refused
 from rl.agents.reply_reader import ParsedReply, ReplyEvent
 from rl.agents.types import (
+    NO_TOKENS,
     ChatReply,
     ChatRequest,
     ReplyCall,
     ReplyExtra,
     ReplyStart,
     RequestError,
+    TokenPiece,
     ToolSpec,
 )
 from rl.types import Message
@@ -79,6 +81,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         items = require_list(given, "input")
         for place, item in enumerate(items):
             _read_item(require_object(item, f"input[{place}]"), f"input[{place}]", conversation)
+        # Instructions alone ask for nothing.
         if not items:
             Conversation().finish("input")
     tools = _read_tools(body.get("tools"), nested)
@@ -103,6 +106,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
 
 
 def _read_item(item: Mapping[str, Any], where: str, conversation: Conversation) -> None:
+    # The type of a message is often left out.
     kind = item.get("type")
     if kind is None and "role" in item:
         kind = "message"
@@ -118,6 +122,7 @@ def _read_item(item: Mapping[str, Any], where: str, conversation: Conversation) 
         read_text(item.get("call_id"), f"{where}.call_id")
         text = _join_text(item.get("output"), f"{where}.output", separator="\n")
         conversation.add(Message(role="tool", content=text))
+    # Reasoning is left out: it neither begins nor ends a turn.
     elif kind != "reasoning":
         row = FIELDS["responses"]["input[].type"]
         check_refused("" if kind is None else kind, row, field=f"{where}.type")
@@ -216,8 +221,8 @@ class ResponsesStream:
             {"type": "response.in_progress", "response": response},
         )
 
-    def add(self, events: Sequence[ReplyEvent]) -> bytes:
-        """Return the events of some parts."""
+    def add(self, events: Sequence[ReplyEvent], *, tokens: TokenPiece = NO_TOKENS) -> bytes:
+        """Return the events of some parts; tokens are told by chat only."""
         frames = []
         for part in select_parts(events, self._request):
             frames.append(self._write(*self._builder.add(part)))
@@ -293,6 +298,7 @@ class _ItemBuilder:
             return self.finish_item() + self._add_call(part)
         kind = "message" if part.kind == "content" else "reasoning"
         events = []
+        # A text goes on for as long as its kind does.
         if self._open is None or self._open["type"] != kind:
             events = self.finish_item() + self._open_item(kind)
         assert self._open is not None
@@ -327,6 +333,7 @@ class _ItemBuilder:
             **self._place_text(),
             "text": text,
         }
+        # Fields that the client's types require.
         if self._open["type"] == "message":
             done["logprobs"] = []
         ended = {"type": "response.content_part.done", **self._place_text(), "part": part}
@@ -379,6 +386,7 @@ class _ItemBuilder:
         }
         place = {"item_id": item["id"], "output_index": len(self.output)}
         kind = "response.function_call_arguments"
+        # A call is known once it is complete, so that its arguments are one piece.
         return [
             self._announce({**item, "arguments": "", "status": "in_progress"}),
             {"type": f"{kind}.delta", **place, "delta": arguments},
@@ -410,6 +418,7 @@ def _describe_response(
         is_cut = tell_end(reply, has_calls=has_calls) == "length"
         status = "incomplete" if is_cut else "completed"
         details = {"reason": "max_output_tokens"} if is_cut else None
+    # The client's types require tools and their choice; other settings are those of the run.
     choice = "required" if request.requires_call else "auto"
     tools = []
     for tool in request.tools:

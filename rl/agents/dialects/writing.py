@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from rl.agents.reply_reader import ReplyEvent, TextDelta
-from rl.agents.types import ChatReply, ChatRequest, ReplyEnd, TokenPiece
+from rl.agents.types import (
+    NO_TOKENS,
+    ChatReply,
+    ChatRequest,
+    ReplyEnd,
+    RequestError,
+    TokenPiece,
+)
 from rl.types import ToolCall
 
 LOWEST_LOGPROB = -9999.0
 """Logprob instead of a smaller one or of none, as vLLM tells it: JSON has no infinities."""
 COMMENT = b": keep-alive\n\n"
 """Comment of a stream, which every client skips."""
+LINE_ENDS = ("\x85", "\u2028", "\u2029")
+"""Characters at which some clients split lines, and that JSON may hold as they are."""
 OPENAI_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -25,8 +34,27 @@ OPENAI_TYPES = {
 """Type of an error by its status; invalid_request_error for other 4xx, server_error for 5xx."""
 
 
+class ReplyStream(Protocol):
+    """Server-sent events of one reply: `start`, `add` for each piece, then `finish` or `fail`."""
+
+    keep_alive: bytes
+    """Event that may be sent between any two others, and that clients skip."""
+
+    def start(self) -> bytes: ...
+
+    def add(self, events: Sequence[ReplyEvent], *, tokens: TokenPiece = NO_TOKENS) -> bytes: ...
+
+    def finish(self, reply: ChatReply) -> bytes: ...
+
+    def fail(self, error: RequestError) -> bytes: ...
+
+
 def write_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    """Return a value as one line of JSON, whatever a client takes for the end of a line."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for end in LINE_ENDS:
+        text = text.replace(end, f"\\u{ord(end):04x}")
+    return text
 
 
 def frame_data(value: Mapping[str, Any]) -> bytes:
@@ -67,6 +95,7 @@ def list_logprobs(tokens: TokenPiece, request: ChatRequest) -> list[dict[str, An
     for place, (token_id, logprob) in enumerate(
         zip(tokens.token_ids, tokens.logprobs, strict=True)
     ):
+        # A token's text may be a part of a character: then its bytes are those of U+FFFD.
         name, data = f"token_id:{token_id}", None
         if tokens.texts:
             data = list(tokens.texts[place].encode("utf-8", errors="replace"))
