@@ -474,5 +474,5 @@ class _LlamaScan(_Scan):
         else:
             # No object after this one is a call. The marks in what was read of it are text.
             self.may_call = False
-            self.position = scanner.position if scanner.state != "open" else len(self.text)
+            self.position = scanner.position
         return True

@@ -99,6 +99,8 @@ def test_call_inside_a_thought_belongs_to_the_thought():
     # A mark in its arguments does not end the thought.
     call = '<tool_call>{"name": "add", "arguments": {"a": "</think>"}}</tool_call>'
     assert show(f"<think>{call}</think>5") == ("5", call, [])
+    damaged = "<tool_call>{'a': '</think>'}</tool_call>"
+    assert show(f"<think>{damaged}, no.</think>5") == ("5", f"{damaged}, no.", [])
 
 
 def test_marks_in_arguments_are_text():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -101,7 +100,8 @@ def list_logprobs(tokens: TokenPiece, request: ChatRequest) -> list[dict[str, An
             data = list(tokens.texts[place].encode("utf-8", errors="replace"))
             if "token_names" not in request.wants:
                 name = tokens.texts[place]
-        value = logprob if logprob > LOWEST_LOGPROB and math.isfinite(logprob) else LOWEST_LOGPROB
+        # NaN is not above it either.
+        value = logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
         entry: dict[str, Any] = {"token": name, "logprob": value, "bytes": data}
         # Of the alternatives only the sampled token is known.
         top = [dict(entry)] if request.top_logprobs else []
