@@ -98,10 +98,8 @@ def end_children(*, keep: Collection[int] = ()) -> bool:
 
 def list_children() -> list[int]:
     """Return the pids of this process's children, zombies included."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        # Without this question, a process without children would look at those of the machine.
+    # Otherwise a process without children would look at all of the machine.
+    if not _has_children():
         return []
     pids: list[int] = []
     for file in Path("/proc/self/task").glob("*/children"):
@@ -109,6 +107,14 @@ def list_children() -> list[int]:
             pids += [int(pid) for pid in file.read_text().split()]
     # Kernels without CONFIG_PROC_CHILDREN lack the files.
     return pids or [child.pid for child in psutil.Process().children()]
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 class _Guard:
@@ -212,12 +218,10 @@ def _end_descendants() -> None:
     A killed process leaves its children to the guard, so they are looked up again and again.
     """
     until = time.monotonic() + END_S
-    while time.monotonic() < until:
-        # Without zombies, which `_forget_children` forgets at once.
-        children = psutil.Process().children(recursive=True)
-        if not children:
-            return
-        for process in children:
+    # Zombies do not count, which `_forget_children` forgets at once. The kernel is asked, as a list
+    # may lack a process whose parent ends while it is read.
+    while _has_children() and time.monotonic() < until:
+        for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(_POLL_S)

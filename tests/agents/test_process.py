@@ -320,6 +320,29 @@ def test_output_within_its_limit_is_no_error(played):
     assert played.play(sys.executable, "-c", code, max_output_bytes=99_999).reason == "output limit"
 
 
+WRITE_UNREAD = """
+import fcntl, os, signal, time
+guard = os.getppid()
+fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 1 << 20)
+os.kill(guard, signal.SIGSTOP)
+agent = os.getpid()
+if os.fork() == 0:
+    while os.getppid() == agent:
+        time.sleep(0.001)
+    os.kill(guard, signal.SIGCONT)
+else:
+    os.write(1, b"x" * 199_997 + b"end")
+"""
+"""Program that ends with 200,000 bytes in its pipe, before the guard has read any."""
+
+
+def test_output_that_is_unread_at_the_end_counts(played):
+    command = (sys.executable, "-c", WRITE_UNREAD)
+    result = played.play(*command, max_output_bytes=200_000)
+    assert (result.reason, result.status, result.output[-4:]) == ("ok", 0, "xend")
+    assert played.play(*command, max_output_bytes=199_999).reason == "output limit"
+
+
 def test_folder_over_its_limits_at_the_end_is_told(played):
     code = "for i in 1 2 3; do echo x > $i; done; mkdir a; head -c 9000 /dev/zero > $TMPDIR/b"
     assert played.play("sh", "-c", code, max_files=5, max_folder_bytes=30_000).reason == "ok"
