@@ -12,7 +12,7 @@ The order of a start, from the command line to the first step:
        start_cluster           actors/cluster/cluster.py     place the roles, start the hosts
        RoleStarter.start_all   actors/cluster/starter.py     start the processes of all roles
     6  Training.train          here                          one `_run_attempt`, more after a loss
-    7  load_weights            actors/run.py                 checkpoint or warm-up
+    7  load_weights            actors/starting_weights.py    checkpoint or warm-up
     8  Training._build_loop    here
     9  Loop.run                rl/loop/loop.py               in `_run_steps`: `_begin` pushes the
                                                              first weights and evaluates, `_step`
@@ -46,10 +46,10 @@ from actors.run import (
     FROM_THE_BEGINNING,
     PreparedRun,
     Run,
-    load_weights,
     prepare_run,
     start_actors,
 )
+from actors.starting_weights import load_weights
 from losses.types import uses_proximal_logprobs
 from rl.config.configurable import Configurable
 from rl.config.json import list_changed_fields, to_dict

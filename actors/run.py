@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 from actors.cluster.agents import open_player
 from actors.cluster.clients import Router, TrainerClient, make_router
@@ -29,7 +28,6 @@ from actors.cluster.publisher import GeneratorPool
 from actors.cluster.rewarder import open_rewarder
 from actors.cluster.starter import AgentSetup
 from actors.config import RunConfig
-from actors.launch.calls import ActorCallError
 from actors.launch.cleanup import guard_temporary_files
 from actors.launch.early import has_started_early, suit_network
 from actors.launch.launcher import Launcher, supervise
@@ -38,13 +36,13 @@ from actors.launch.placement import count_gpus, fit_to_devices
 from actors.preflight.explain import find_options_set_in_vain
 from actors.preflight.limits import measure_run_limits
 from actors.preflight.plan import Plan, describe_data, make_plan
+from actors.starting_weights import load_weights
 from rl.agents.rollouts import AgentPlayer
 from rl.agents.task import get_program
 from rl.config.json import list_changed_fields, to_dict, write_defaults, write_json
 from rl.config.registry import RunRequest
 from rl.config.tree import check_fields, find_input_paths, replace_values
 from rl.loop.stop_request import StopRequest
-from rl.loop.warmup import SupervisedWarmup
 from rl.observability.console import print_line, show_progress
 from rl.observability.events import Events, write_environment
 from rl.observability.logs import setup_logging
@@ -57,9 +55,7 @@ from rl.rollouts.renderer import Renderer
 from rl.rollouts.rubric import Rubric
 from rl.starting_point import StartingPoint
 from rl.tasks.task import Task
-from rl.training.checkpoints.config import CheckpointConfig, LoadSource
-from rl.training.checkpoints.files import DamagedCheckpointError, put_aside
-from rl.training.checkpoints.tensors import select_own_exclusions
+from rl.training.checkpoints.config import CheckpointConfig
 from rl.training.failures import raise_if_unwritten
 from rl.utils.files import hold_folder_lock, name_folder_errors
 from rl.utils.proxies import allow_loopback
@@ -430,77 +426,3 @@ def _set_total_steps(config: RunConfig) -> RunConfig:
     steps = {"total_steps": total} if total else {"decay": "constant"}
     changes = {f"trainer.lr_scheduler.{name}": value for name, value in steps.items()}
     return replace_values(config, changes)
-
-
-# The weights
-
-
-async def load_weights(
-    run: Run,
-    *,
-    find: Callable[[], LoadSource | None] | None = None,
-    may_set_aside: Callable[[LoadSource], bool] | None = None,
-) -> LoadSource | None:
-    """Load the checkpoint to continue from and return it; make the warm-up if there is none.
-
-    The warm-up of an earlier run with the same settings is the starting point already. Without a
-    checkpoint and a warm-up the trainer keeps the starting point's weights, with which it was set
-    up. A checkpoint with damaged tensors is set aside, and `find` is called again.
-
-    Args:
-        find: looks for the checkpoint; None takes that of the config.
-        may_set_aside: says whether a damaged checkpoint is the run's own; None: none is.
-
-    Raises:
-        DamagedCheckpointError: the checkpoint may not be set aside.
-    """
-    patterns = run.config.trainer.checkpoint.exclude_from_loading
-    while True:
-        source = run.plan.source if find is None else find()
-        if source is None:
-            break
-        exclude = None
-        if source.whole:
-            # A run leaves less out of its own: what is only compared, or could not be read.
-            exclude = select_own_exclusions(patterns, model_only=source.model_only)
-        try:
-            version = await run.trainer.load_checkpoint(
-                str(source.path), model_only=source.model_only, exclude=exclude
-            )
-        except DamagedCheckpointError as error:
-            if may_set_aside is None or not may_set_aside(source):
-                raise
-            put_aside(source.path, error)
-        else:
-            logger.info("loaded %s, policy version %d", source.path, version)
-            return source
-
-    if run.plan.start.warmed_up is not None:
-        await _warm_up(run, destination=run.plan.start.warmed_up)
-    return None
-
-
-async def _warm_up(run: Run, *, destination: Path) -> None:
-    """Train supervised steps and save them as a Hugging Face folder.
-
-    The folder is then loaded, as every later run does, so that all of them start alike.
-    """
-    config, trainer = run.config.warmup, run.trainer
-    assert config is not None
-    if not destination.exists():  # else a trainer that was lost since has made it
-        warmup: SupervisedWarmup = config.build(
-            trainer=trainer, renderer=run.renderer, environments=run.plan.environments
-        )
-        with show_progress("warm-up", total=config.num_steps) as advance:
-            await warmup.run(
-                run.task.warmup_problems(seed=run.config.seed),
-                on_step=lambda loss: advance(note=f"loss {loss:.3f}"),
-            )
-        try:
-            await trainer.export_hf(str(destination), dtype="float32")
-        except ActorCallError:
-            # Another run with the same starting point may have finished its own first.
-            if not destination.exists():
-                raise
-    await trainer.load_checkpoint(str(destination))
-    logger.info("warmed up; starting from %s", destination)

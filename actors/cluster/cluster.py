@@ -109,8 +109,7 @@ async def start_cluster(
         await cluster.pool.use_store()
     if starter.restarts:
         # A generator may die while no call waits for it, and so may the endpoint of agents.
-        watched = [*cluster.pool.members, *filter(None, [cluster.agents])]
-        for member in watched:
+        for member in (*cluster.pool.members, *filter(None, [cluster.agents])):
             launcher.run_in_background(member.watch(), name=f"watch over {member.name}")
     return cluster
 

@@ -25,9 +25,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Scope
 
 from rl.agents.dialects import chat, messages, responses
+from rl.agents.dialects.reply_reader import ParsedReply
 from rl.agents.endpoint import Endpoint
 from rl.agents.episode import AgentEpisode, Answer, RequestIdentity
-from rl.agents.reply_reader import ParsedReply
 from rl.agents.types import BadRequestError, ChatReply, ChatRequest, RequestError
 from rl.http.guard import AccessGuard, RefusedError
 from rl.utils.proxies import LOOPBACK_NAMES

@@ -15,8 +15,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from rl.agents.branches import Conversations, list_conversations
+from rl.agents.dialects.reply_reader import ParsedReply, read_reply
 from rl.agents.record import EpisodeRecord, PlannedTurn
-from rl.agents.reply_reader import ParsedReply, read_reply
 from rl.agents.types import BadRequestError, ChatReply, ChatRequest, ReplyEnd, RequestError
 from rl.protocols import TokenGenerator
 from rl.rollouts.control_tokens import RefusedMessageError

@@ -13,8 +13,8 @@ from rl.agents.app import make_app
 from rl.agents.config import EndpointConfig
 from rl.agents.endpoint import Endpoint
 from rl.agents.episode import AgentEpisode, EpisodeSettings
-from rl.agents.plays import AgentResult, AgentSpec
-from rl.agents.process import AgentProcess
+from rl.agents.plays.process import AgentProcess
+from rl.agents.plays.types import AgentResult, AgentSpec
 from rl.agents.program import AgentProgram
 from rl.http.server import format_url, listen, make_server
 from rl.protocols import TokenGenerator
@@ -47,7 +47,7 @@ class PlayedEpisode:
 
 
 class Agents(Protocol):
-    """Something that plays agents, such as `rl.agents.process.AgentProcess`."""
+    """Something that plays agents, such as `rl.agents.plays.process.AgentProcess`."""
 
     async def play(self, spec: AgentSpec) -> AgentResult: ...
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rl.agents.fields import FIELDS, Bounds
+from rl.agents.dialects.fields import FIELDS, Bounds
 from rl.agents.types import BadRequestError
 from tests.support.agent_replies import ASKS, DIALECTS, make_request
 from tools import agent_fields

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rl.agents.json_scanner import JsonScanner
+from rl.agents.dialects.json_scanner import JsonScanner
 from rl.rollouts.replies import decode_json
 
 ALPHABET = ['"', "\\", "{", "}", "[", "]", ":", ",", "1", "-", ".", "e", "tr", "ue", "null", " "]

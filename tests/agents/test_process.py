@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from rl.agents import play_folder, process
-from rl.agents.play_folder import remove_folder
-from rl.agents.plays import AgentSpec
-from rl.agents.process import AgentProcess, AgentProcessLostError
+from rl.agents.plays.folder import remove_folder
+from rl.agents.plays.process import AgentProcess, AgentProcessLostError
+from rl.agents.plays.types import AgentSpec
 from rl.types import Problem
 from rl.utils.errors import RunError
 from rl.utils.processes import identify
@@ -671,8 +671,8 @@ def test_close_ends_agents_and_refuses_others(tmp_path):
 
 OWNER = """
 import asyncio, sys
-from rl.agents.plays import AgentSpec
-from rl.agents.process import AgentProcess
+from rl.agents.plays.types import AgentSpec
+from rl.agents.plays.process import AgentProcess
 from tests.support.playing_agents import DAEMON
 async def play():
     spec = AgentSpec(command=(sys.executable, "-c", DAEMON, sys.argv[1]))

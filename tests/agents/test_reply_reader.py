@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rl.agents.reply_reader import ReplyReader, TextDelta, join_events, read_reply
+from rl.agents.dialects.reply_reader import ReplyReader, TextDelta, join_events, read_reply
 from rl.agents.types import ReplyCall
 from rl.rollouts.replies import MAX_CALLS, split_reply
 from rl.types import Message, ToolCall

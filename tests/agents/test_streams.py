@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rl.agents.reply_reader import ParsedReply, ReplyReader, join_events, read_reply
+from rl.agents.dialects.reply_reader import ParsedReply, ReplyReader, join_events, read_reply
 from rl.agents.types import ReplyStart, RequestError, TokenPiece
 from tests.support.agent_replies import (
     DIALECTS,

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from rl.agents.dialects import chat, messages, responses
+from rl.agents.dialects.reply_reader import ParsedReply, ReplyEvent, ReplyReader, find_end
 from rl.agents.dialects.writing import ReplyStream
-from rl.agents.reply_reader import ParsedReply, ReplyEvent, ReplyReader, find_end
 from rl.agents.types import ChatReply, ChatRequest
 from rl.types import Completion, Message
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl.agents.dialects.fields import FIELDS, check_fields, check_refused
 from rl.agents.dialects.reading import (
     MAX_TOP_LOGPROBS,
     Conversation,
@@ -28,6 +29,7 @@ from rl.agents.dialects.reading import (
     require_list,
     require_object,
 )
+from rl.agents.dialects.reply_reader import ParsedReply, ReplyEvent
 from rl.agents.dialects.writing import (
     COMMENT,
     describe_openai_error,
@@ -37,8 +39,6 @@ from rl.agents.dialects.writing import (
     tell_end,
     write_arguments,
 )
-from rl.agents.fields import FIELDS, check_fields, check_refused
-from rl.agents.reply_reader import ParsedReply, ReplyEvent
 from rl.agents.types import (
     NO_TOKENS,
     ChatReply,

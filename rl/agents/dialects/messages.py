@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl.agents.dialects.fields import FIELDS, check_fields, check_refused
 from rl.agents.dialects.reading import (
     Conversation,
     check_arguments,
@@ -26,9 +27,8 @@ from rl.agents.dialects.reading import (
     require_list,
     require_object,
 )
+from rl.agents.dialects.reply_reader import ParsedReply, ReplyEvent, join_events
 from rl.agents.dialects.writing import frame_event, select_parts, tell_end, write_arguments
-from rl.agents.fields import FIELDS, check_fields, check_refused
-from rl.agents.reply_reader import ParsedReply, ReplyEvent, join_events
 from rl.agents.types import (
     NO_TOKENS,
     BadRequestError,

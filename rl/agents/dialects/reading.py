@@ -14,7 +14,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
-from rl.agents.fields import FIELDS, Dialect, check_refused, show_value
+from rl.agents.dialects.fields import FIELDS, Dialect, check_refused, show_value
 from rl.agents.types import BadRequestError, ToolSpec
 from rl.rollouts.replies import decode_json
 from rl.tools.tool import NAME

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl.agents.dialects.fields import FIELDS, check_fields, check_refused
 from rl.agents.dialects.reading import (
     Conversation,
     check_arguments,
@@ -27,6 +28,7 @@ from rl.agents.dialects.reading import (
     require_list,
     require_object,
 )
+from rl.agents.dialects.reply_reader import ParsedReply, ReplyEvent
 from rl.agents.dialects.writing import (
     COMMENT,
     describe_openai_error,
@@ -35,8 +37,6 @@ from rl.agents.dialects.writing import (
     tell_end,
     write_arguments,
 )
-from rl.agents.fields import FIELDS, check_fields, check_refused
-from rl.agents.reply_reader import ParsedReply, ReplyEvent
 from rl.agents.types import (
     NO_TOKENS,
     ChatReply,

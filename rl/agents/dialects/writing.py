@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rl.agents.reply_reader import ReplyEvent, TextDelta
+from rl.agents.dialects.reply_reader import ReplyEvent, TextDelta
 from rl.agents.types import (
     NO_TOKENS,
     ChatReply,

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rl.agents.json_scanner import JsonScanner
+from rl.agents.dialects.json_scanner import JsonScanner
 from rl.agents.types import ReplyCall, ReplyEnd
 from rl.rollouts.replies import CALL_CLOSE, CALL_OPEN, MAX_CALLS, THOUGHT_MARKS, decode_json
 from rl.types import FinishReason, Message, ToolCall
