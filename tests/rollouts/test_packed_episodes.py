@@ -203,7 +203,7 @@ def test_episode_that_does_not_fit_is_divided_or_refused(settings, limits):
     batches = pack(samples, **settings)
     assert sorted(chain(*(batch.sample_indices for batch in batches))) == [0, 1, 2, 3]
     assert sum(int(batch.mask.sum()) for batch in batches) == 5
-    says = rf"episode 7 has 3 rows of 14 tokens together, .*{limits}, .* loss with level='x' needs"
+    says = rf"episode 7 has 3 rows of 14 tokens together, .*{limits}.* loss with level='x' needs"
     with pytest.raises(ValueError, match=says):
         pack(samples, **settings, undivided_for="level='x'")
 
