@@ -94,6 +94,11 @@ def test_a_row_never_shares_a_token_that_it_trains():
     # Only the prompt before the first trained token.
     assert batch.input_ids.numel() == 1 + 3 + 3
     assert int(batch.mask.sum()) == 4
+    # 11 is trained in both, so only the inputs before it are shared.
+    longer = row([1, 2, 10, 3, 11, 9], [11, 9], episode=7)
+    (batch,) = pack([A, longer], max_tokens=30, share_prompts=True)
+    assert batch.input_ids.tolist() == [1, 2, 10, 3, 3, 11]
+    assert batch.mask.tolist() == [False, True, False, True, True, True]
 
 
 @pytest.mark.parametrize("window", [None, 6])
