@@ -6,13 +6,13 @@ The order of a start, from the command line to the first step:
        start_early             actors/launch/early.py        have a process import vLLM meanwhile
     2  configs.sum_digits.tiny configs/sum_digits.py         (or another) return the whole config
     3  Controller.run          here                          then `_train`, `_train_on_actors`
-    4  prepare_run             actors/run.py                 check, open the folder, record
+    4  prepare_run             actors/prepare.py                 check, open the folder, record
        make_plan               actors/preflight/plan.py      everything that can be checked
     5  start_actors            actors/run.py
        start_cluster           actors/cluster/cluster.py     place the roles, start the hosts
        RoleStarter.start_all   actors/cluster/starter.py     start the processes of all roles
     6  Training.train          here                          one `_run_attempt`, more after a loss
-    7  load_weights            actors/starting_weights.py    checkpoint or warm-up
+    7  load_weights            actors/run.py                 checkpoint or warm-up
     8  Training._build_loop    here
     9  Loop.run                rl/loop/loop.py               in `_run_steps`: `_begin` pushes the
                                                              first weights and evaluates, `_step`
@@ -42,14 +42,8 @@ from actors.launch.calls import may_hang
 from actors.launch.placement import count_gpus, fit_to_devices, place_actors
 from actors.preflight.checks import Machine, has_lora
 from actors.preflight.plan import describe_data, describe_source, make_plan
-from actors.run import (
-    FROM_THE_BEGINNING,
-    PreparedRun,
-    Run,
-    prepare_run,
-    start_actors,
-)
-from actors.starting_weights import load_weights
+from actors.prepare import FROM_THE_BEGINNING, PreparedRun, prepare_run
+from actors.run import Run, load_weights, start_actors
 from losses.types import uses_proximal_logprobs
 from rl.config.configurable import Configurable
 from rl.config.json import list_changed_fields, to_dict

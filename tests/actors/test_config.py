@@ -14,7 +14,7 @@ from actors.config import (
     Timeouts,
 )
 from actors.generator import VLLMGenerator
-from actors.run import prepare_run
+from actors.prepare import prepare_run
 from rl.config.json import to_dict
 from rl.config.registry import resolve
 

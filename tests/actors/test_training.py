@@ -9,7 +9,7 @@ import pytest
 from actors.cluster.cluster import TRAINER_GRACE_S, Cluster
 from actors.controller import Controller, Training
 from actors.launch.calls import ActorLostError
-from actors.starting_weights import load_weights
+from actors.run import load_weights
 from configs.sum_digits import tiny
 from rl.loop.stop_request import StopRequest
 from rl.observability.events import read_events

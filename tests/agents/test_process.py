@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl.agents import play_folder, process
+from rl.agents.plays import folder as play_folder
+from rl.agents.plays import process
 from rl.agents.plays.folder import remove_folder
 from rl.agents.plays.process import AgentProcess, AgentProcessLostError
 from rl.agents.plays.types import AgentSpec

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from actors.launch.member import record_process
-from actors.run import prepare_run
+from actors.prepare import prepare_run
 from rl.config.registry import resolve
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, cut_back, read_metrics
@@ -153,7 +153,7 @@ def test_full_disk_at_the_start_is_one_line_and_blocks_no_later_start(tmp_path, 
     def start():
         limit_files(num_bytes)
         with (
-            mock.patch("actors.run.make_plan", return_value=plan),
+            mock.patch("actors.prepare.make_plan", return_value=plan),
             prepare_run(request),
         ):
             raise AssertionError("not reached")

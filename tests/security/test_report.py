@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.run import prepare_run
+from actors.prepare import prepare_run
 from rl import report
 from rl.config.json import to_dict
 from rl.config.registry import resolve
