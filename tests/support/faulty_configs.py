@@ -7,10 +7,14 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from actors.agents import AgentEndpoint
 from actors.controller import Controller
 from configs.sum_digits import tiny, tiny_moe
 from losses.policy import GRPOLoss
 from losses.types import LossInputs, LossOutput
+from rl.agents.task import AgentTask
+from rl.rollouts.renderer import RendererConfig
+from rl.tasks.calculation import Calculation
 from rl.tasks.sum_digits import SumDigits
 from rl.training.checkpoints.checkpointer import Checkpointer
 
@@ -90,4 +94,22 @@ def nan_loss() -> Controller.Config:
     config.trainer.loss = NaNLoss()
     config.trainer.checkpoint = SlowDisk.Config(interval=1, async_mode="async")
     config.timeouts.close_s = 1.0
+    return config
+
+
+def agents() -> Controller.Config:
+    """Train on an agent whose episodes have three branches, with random rewards, and a checkpoint
+    after each of three steps."""
+    config = chaos()
+    config.task = AgentTask.Config(
+        problems=Calculation.Config(num_products=4, num_eval=4, reward="noise"),
+        function="examples.agents.compacting:solve",
+    )
+    config.agents = AgentEndpoint.Config(announces_tools=False)
+    config.renderer = RendererConfig(kind="raw")
+    config.loop.num_steps, config.loop.eval_every = 3, 0
+    config.loop.groups_per_batch, config.loop.group_size = 2, 4
+    config.loop.sampling.max_tokens = 12
+    config.generator.max_model_len = 256
+    config.recorder.tokens = True
     return config
