@@ -306,12 +306,15 @@ def test_agent_that_ignores_sigterm_ends_at_its_time_limit(played, request_):
 
 
 def test_flood_of_output_ends_with_its_last_part(played):
-    code = "i=0; while :; do i=$((i+1)); echo line $i; done"
-    result = played.play("sh", "-c", code, max_output_bytes=300_000)
+    result = played.play("seq", "100000000", max_output_bytes=2_000_000)
     assert (result.reason, result.status) == ("output limit", -9)
     assert len(result.output) <= 65_536
-    # 300,000 bytes are about 25,000 lines.
-    assert int(result.output.rstrip().splitlines()[-2].split()[1]) > 20_000
+    # The first and the last line may be cut.
+    numbers = [int(line) for line in result.output.splitlines()[1:-1]]
+    assert numbers == list(range(numbers[0], numbers[-1] + 1))
+    # Up to 99,999 they have 588,889 bytes, then 7 each. Beyond the limit are the rest of a read and
+    # what is in the pipe, of 65,536 bytes each.
+    assert 301_580 <= numbers[-1] <= 301_590 + 2 * 9_370
 
 
 def test_output_within_its_limit_is_no_error(played):
@@ -412,6 +415,7 @@ def test_home_can_be_kept(played):
     output = played.play("sh", "-c", "echo $HOME $TMPDIR", keep_home=True).output.split()
     assert output[0] == os.environ["HOME"]
     assert output[1] != os.environ.get("TMPDIR", "/tmp")
+    assert played.play("sh", "-c", "echo $HOME", env={"HOME": "/its/own"}).output == "/its/own\n"
 
 
 def test_folder_without_permissions_is_removed(tmp_path):
@@ -534,8 +538,8 @@ def test_call_that_is_cancelled_at_once_leaves_nothing(played):
     async def cancel_all():
         spec = AgentSpec(command=("sleep", "600"))
         tasks = [asyncio.create_task(played.agents.play(spec)) for _ in range(20)]
-        for task in tasks:
-            # At different points of their start.
+        for task in reversed(tasks):
+            # At different points of their start, most of them while they wait for it.
             await asyncio.sleep(0)
             task.cancel()
         start_s = time.monotonic()
@@ -544,6 +548,22 @@ def test_call_that_is_cancelled_at_once_leaves_nothing(played):
 
     assert played.run(cancel_all()) < process.END_S
     assert_nothing_left(played)
+
+
+def test_play_ends_while_a_later_one_runs(played, tmp_path):
+    async def overlap():
+        code = f"while ! [ -e {tmp_path}/pid ]; do sleep 0.01; done"
+        first = asyncio.create_task(played.agents.play(AgentSpec(command=("sh", "-c", code))))
+        command = ("sh", "-c", f"echo 1 > {tmp_path}/pid; sleep 600")
+        # Begun after the first, as requests keep their order.
+        second = asyncio.create_task(played.agents.play(AgentSpec(command=command)))
+        async with asyncio.timeout(20):
+            await first
+        assert not second.done()
+        second.cancel()
+        await asyncio.wait([second])
+
+    played.run(overlap())
 
 
 def test_event_ends_an_agent_with_its_output(played, tmp_path):
