@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +18,13 @@ from rl.agents.plays.folder import remove_folder
 from rl.agents.plays.process import AgentProcess, AgentProcessLostError
 from rl.agents.plays.types import AgentSpec
 from rl.types import Problem
+from rl.utils import namespaces
 from rl.utils.errors import RunError
 from rl.utils.processes import identify
 from tests.support.forked import answer_in_fork
 from tests.support.playing_agents import DAEMON, PLACE, Played
 
+PR_SET_NO_NEW_PRIVS = 38
 SECRETS = {
     "TEST_API_KEY": "sk-secret",
     "TEST_DATABASE": "postgres://me:secret@db/x",
@@ -99,6 +102,7 @@ def test_command_returns_its_output_and_status(played):
         (("sh", "-c", "kill -SEGV $$"), -11, "ended by SIGSEGV"),
         (("no-such-program",), 127, "exit status 127"),
         (("/etc/passwd",), 126, "exit status 126"),
+        (("echo", "\ud800"), 126, "exit status 126"),
     ],
 )
 def test_failed_command_is_an_error_with_its_status(played, command, status, says):
@@ -151,6 +155,22 @@ def test_command_reads_nothing_and_has_a_session_with_default_signals(played):
 def test_function_returns_plain_data(played, request_, value):
     result = played.call(*request_, env={"NAME": "Ada"})
     assert (result.reason, result.status, result.output, result.value) == ("ok", 0, "", value)
+
+
+def test_function_has_a_session_and_signals_of_its_own(played):
+    assert played.call("describe_process").value == [True, "", True, True, True]
+
+
+def test_function_keeps_variables_that_its_module_has_set(tmp_path):
+    (tmp_path / "agent.py").write_text(
+        "import os\nos.environ.update(TRACING='off', PATH='/mine')\n"
+        "def play(x): return [os.environ['TRACING'], os.environ['PATH'], os.environ['MODEL']]"
+    )
+    played = Played(f"{tmp_path}/agent.py:play")
+    assert played.play(env={"MODEL": "policy"}).value == ["off", "/mine", "policy"]
+    result = played.play("env")
+    assert (result.reason, "TRACING=off" in result.output) == ("ok", False)
+    played.close()
 
 
 def test_function_gets_a_problem(played):
@@ -301,6 +321,7 @@ def test_agent_that_ignores_sigterm_ends_at_its_time_limit(played, request_):
     assert (result.reason, result.status) == ("time limit", -9)
     assert 0.2 <= result.wall_s < 5
     assert result.cpu_s > 0.01
+    assert result.output == ("hangs\n" if request_ else "")
     assert result.describe() == "stopped at its time limit"
     assert_nothing_left(played)
 
@@ -419,29 +440,26 @@ def test_home_can_be_kept(played):
 
 
 def test_folder_without_permissions_is_removed(tmp_path):
-    """Root would need none."""
     folder = tmp_path / "play"
     (folder / "a" / "b").mkdir(parents=True)
     (folder / "a" / "b" / "file").write_text("x")
-    (folder / "a" / "link").symlink_to(tmp_path)
+    outside = tmp_path / "outside"
+    outside.mkdir(mode=0o755)
+    (folder / "a" / "link").symlink_to(outside)
     (folder / "a" / "b").chmod(0)
     (folder / "a").chmod(0o500)
-    for path in (tmp_path, *tmp_path.parents):
-        if path.stat().st_uid == os.getuid() and os.getuid() == 0 and path != Path("/"):
-            path.chmod(path.stat().st_mode | 0o011)
-    if os.getuid() == 0:
-        tmp_path.chmod(0o777)
-        for path in (folder, folder / "a", folder / "a" / "b"):
-            os.chown(path, 65_534, 65_534)
 
     def remove():
-        if os.getuid() == 0:
-            os.setuid(65_534)
+        # With capabilities root needs no permissions, and a program would get them back.
+        namespaces._set_capabilities(0)
+        assert namespaces.load_libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+        with pytest.raises(PermissionError):
+            shutil.rmtree(folder)
         remove_folder(str(folder))
         return folder.exists()
 
     assert answer_in_fork(remove) is False
-    assert tmp_path.exists()
+    assert outside.stat().st_mode & 0o777 == 0o755
 
 
 def test_deep_folder_is_removed(played):
@@ -651,9 +669,16 @@ def test_play_that_a_killed_zygote_has_not_begun_is_repeated(fresh):
 
 
 def test_agent_that_kills_its_guard_fails_alone(fresh, tmp_path):
+    async def play_two():
+        code = f"while ! [ -e {tmp_path}/done ]; do sleep 0.01; done; echo ends by itself"
+        other = asyncio.create_task(fresh.agents.play(AgentSpec(command=("sh", "-c", code))))
+        with pytest.raises(AgentProcessLostError, match=r"guard of the agent ended \(signal 9\)"):
+            await fresh.agents.play(AgentSpec(argument=("kill_parent", str(tmp_path / "pid"))))
+        (tmp_path / "done").touch()
+        return await other
+
     first = fresh.play("pwd").output
-    with pytest.raises(AgentProcessLostError, match=r"guard of the agent ended \(signal 9\)"):
-        fresh.call("kill_parent", str(tmp_path / "pid"))
+    assert fresh.run(play_two()).output == "ends by itself\n"
     pids = [int(pid) for pid in (tmp_path / "pid").read_text().split()]
     assert are_gone(pids, within_s=0)
     assert_nothing_left(fresh)

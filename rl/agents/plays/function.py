@@ -40,6 +40,7 @@ def run_function(
 
     Args:
         argument: pickled.
+        env: variables beside those of this process.
         output: descriptor that becomes stdout and stderr.
         value: descriptor of the file for the JSON text of what the function returns.
         guard: pid of the guard, with which this process ends.
@@ -77,7 +78,6 @@ def _become_program(env: Mapping[str, str], *, output: int) -> None:
         with suppress(Exception):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
 
-    os.environ.clear()
     os.environ.update(env)
     # What modules remember of the process that imported them. Python's own random numbers are
     # seeded anew by a fork; numpy's would be the same in all plays.

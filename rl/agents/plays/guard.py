@@ -139,6 +139,8 @@ class _Play:
         os.set_blocking(self._reading, False)
         self._value = os.memfd_create("value")
         """File without a path, for the JSON text of what a function returns."""
+        self._process: subprocess.Popen[bytes] | None = None
+        """Process of a command, held because Python would wait for one that nobody holds."""
         self._output = bytearray()
         """Last part of the output."""
         self._num_bytes = 0
@@ -152,7 +154,7 @@ class _Play:
         stopped: PlayEnd | None = None
         try:
             pid = self._start(function, base_env=base_env)
-        except OSError as error:
+        except (OSError, UnicodeEncodeError) as error:
             self._add_output(f"relay: the agent cannot be started: {error}\n".encode())
             status = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED
         else:
@@ -172,7 +174,7 @@ class _Play:
         self._folder.make(spec.files)
         os.chdir(self._folder.work)
         variables = self._folder.list_variables(keep_home=spec.keep_home)
-        env = {**base_env, **variables, **spec.env}
+        env = {**variables, **spec.env}
         # A single file cannot fill the disk between two looks at the folder. Limits of memory or
         # of processes would break Node and Go.
         for limit, most in (
@@ -184,8 +186,9 @@ class _Play:
             resource.setrlimit(limit, (most, most))
 
         if spec.command is not None:
-            pid = self._start_command(spec.command, env=env)
+            pid = self._start_command(spec.command, env={**base_env, **env})
         else:
+            # It keeps what its module has set.
             assert function is not None
             pid = self._fork_function(function, env=env)
         os.close(self._writing)
