@@ -68,15 +68,16 @@ def _become_program(env: Mapping[str, str], *, output: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+    for stream in (sys.stdout, sys.stderr):
+        # By lines, as the rest is lost when the process is killed. Before the change of descriptors,
+        # as the position in the owner's file is asked for. A module may have replaced the stream.
+        with suppress(Exception):
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     os.close(null)
     os.close(output)
-    for stream in (sys.stdout, sys.stderr):
-        # By lines, as the rest is lost when the process is killed. A module may have replaced it.
-        with suppress(Exception):
-            stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
 
     os.environ.update(env)
     # What modules remember of the process that imported them. Python's own random numbers are
