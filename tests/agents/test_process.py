@@ -35,11 +35,13 @@ SECRETS = {
 
 @pytest.fixture(scope="module")
 def played():
-    os.environ.update(SECRETS)
     played = Played(keep_env=["TEST_KEPT_TOKEN"])
-    played.run(played.agents.start())
-    for name in SECRETS:
-        del os.environ[name]
+    with pytest.MonkeyPatch.context() as patch:
+        # Images of containers set it, and output would not be buffered.
+        patch.delenv("PYTHONUNBUFFERED", raising=False)
+        for name, value in SECRETS.items():
+            patch.setenv(name, value)
+        played.run(played.agents.start())
     yield played
     played.close()
 

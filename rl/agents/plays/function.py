@@ -69,7 +69,7 @@ def _become_program(env: Mapping[str, str], *, output: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     for stream in (sys.stdout, sys.stderr):
-        # By lines, as the rest is lost when the process is killed. Before the change of descriptors,
+        # By lines, as the rest is lost when the process is killed; before the descriptors change,
         # as the position in the owner's file is asked for. A module may have replaced the stream.
         with suppress(Exception):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
