@@ -126,7 +126,12 @@ class _RowParts:
 
     def add(self, rollout: Rollout, advantages_C: np.ndarray, *, episode: int) -> None:
         """Append the rows of a rollout."""
-        rows, places = split_rows(rollout.branches), find_places(rollout)
+        rows = split_rows(rollout.branches)
+        is_alone = len(rows) == 1
+        if is_alone:
+            # It trains all that is trained. Most rollouts are linear, so this way is short.
+            self.advantages.append(advantages_C)
+        places = {} if is_alone else find_places(rollout)
         for row in rows:
             num_before = len(self.ids)
             for i, is_new in zip(row.turns, row.is_new, strict=True):
@@ -135,10 +140,10 @@ class _RowParts:
                 self.is_trained += [False, is_new]
                 self.logprobs.append(turn.completion.logprobs)
                 self.versions.append(turn.completion.policy_versions)
-                if is_new:
+                if is_new and not is_alone:
                     self.advantages.append(advantages_C[places[i]])
             self.num_tokens.append(sum(map(len, self.ids[num_before:])))
-            self.episodes.append(episode if len(rows) > 1 else None)
+            self.episodes.append(None if is_alone else episode)
 
 
 def find_places(rollout: Rollout) -> dict[int, slice]:
