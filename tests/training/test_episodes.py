@@ -11,8 +11,11 @@ from losses.policy import GSPOLoss, ImportanceSamplingLoss
 from rl.rollouts.samples import policy_samples
 from rl.training.failures import read_batch, write_batch
 from tests.support.branching import EpisodeMaker
+from tests.support.distributed import run_ranks
+from tests.training.layouts import Assets, join, make, whole_gradients
 from tests.training.parts import VOCAB, assert_near, gradients, logprobs_of, make_engine
 
+BY_SEQUENCE = ImportanceSamplingLoss(normalization="sequence_mean")
 ROOM: dict[str, Any] = {"max_tokens_per_microbatch": 400}
 
 
@@ -37,7 +40,7 @@ WHOLE, ROWS = make_both()
 @pytest.mark.parametrize(
     "loss",
     [
-        ImportanceSamplingLoss(normalization="sequence_mean"),
+        BY_SEQUENCE,
         ImportanceSamplingLoss(),
         GSPOLoss(clip_low=0.9, clip_high=9.0),
     ],
@@ -71,10 +74,9 @@ def test_logprobs_are_those_of_each_row(assets):
 
 def test_episode_that_does_not_fit_is_refused_before_any_compute(assets):
     engine = make_engine(assets, max_sequences_per_microbatch=1)
-    loss = ImportanceSamplingLoss(normalization="sequence_mean")
     says = r"episode \d has \d rows of \d+ tokens .* loss with normalization='sequence_mean' needs"
     with pytest.raises(ValueError, match=says):
-        engine.forward_backward(ROWS, loss=loss)
+        engine.forward_backward(ROWS, loss=BY_SEQUENCE)
     assert gradients(engine) == {}
     # A loss of tokens has no need of whole episodes, nor have logprobs.
     result = engine.forward_backward(ROWS, loss=ImportanceSamplingLoss())
@@ -91,3 +93,38 @@ def test_rows_are_written_and_read(tmp_path):
         for field in dataclasses.fields(written):
             np.testing.assert_array_equal(getattr(read, field.name), getattr(written, field.name))
         assert type(read.episode) is type(written.episode)
+
+
+LAYOUTS = ("fsdp2", "pp2", "cp2", "cp2_alltoall")
+
+
+def measure_rows(layouts: tuple[str, ...], assets: Assets) -> list[dict[str, Any]]:
+    """Return result, gradients and logprobs of the rows on one rank, by layout of a dense model."""
+    join(layouts[0])
+    found = []
+    for layout in layouts:
+        engine = make("dense", layout, assets, max_tokens_per_microbatch=120)
+        result = engine.forward_backward(ROWS, loss=BY_SEQUENCE, return_logprobs=True)
+        found.append(
+            {
+                "numbers": (result.denominator, result.num_samples, result.num_valid_tokens),
+                "gradients": whole_gradients(engine),
+                "logprobs": logprobs_of(result),
+            }
+        )
+        engine.close()
+    return found
+
+
+@pytest.mark.medium
+def test_gradient_of_rows_on_two_ranks_is_that_of_whole_episodes(all_assets):
+    one = make("dense", "one", all_assets, **ROOM)
+    expected = one.forward_backward(WHOLE, loss=BY_SEQUENCE)
+    numbers = (expected.denominator, expected.num_samples, expected.num_valid_tokens)
+    logprobs = one.compute_logprobs(ROWS)
+    for rank in run_ranks(measure_rows, 2, LAYOUTS, all_assets, timeout_s=200):
+        for found in rank:
+            assert found["numbers"] == numbers
+            assert_near(found["gradients"], whole_gradients(one))
+            for ours, row in zip(found["logprobs"], logprobs, strict=True):
+                np.testing.assert_allclose(ours, row, atol=1e-5)
