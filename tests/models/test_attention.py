@@ -104,13 +104,17 @@ def test_attention_after_a_shared_prefix_equals_the_textbook_over_whole_sequence
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_attention_along_paths_equals_the_textbook_over_whole_sequences(window):
+@pytest.mark.parametrize(
+    "core", ["packed", pytest.param("batch-invariant", marks=pytest.mark.medium)]
+)
+def test_attention_along_paths_equals_the_textbook_over_whole_sequences(core, window):
     # 9 tokens; 6 of them and 3 others; those, one of the three and 4 others.
     rows = [*range(9), *range(6), 9, 10, 11, *range(6), 9, *range(12, 16)]
     segments = SequenceLayout.after_paths([9, 3, 4], [(), [(0, 6)], [(0, 6), (9, 10)]])
     inputs = random_qkv(16, head_dim=16, dtype=torch.float32)
     whole = textbook([x[rows] for x in inputs], [9, 9, 11], window or 10**6)
-    out = PackedAttention(window=window)(*inputs, segments)
+    attention = (PackedAttention if core == "packed" else InvariantAttention)(window=window)
+    out = attention(*inputs, segments)
     torch.testing.assert_close(out[rows], whole)
     assert_same_values_and_gradients(out, whole[[rows.index(row) for row in range(16)]], inputs)
 
