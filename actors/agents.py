@@ -10,19 +10,22 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from rl.agents.config import EndpointConfig
-from rl.agents.episode import EpisodeSettings
-from rl.agents.host import AgentHost, PlayedEpisode, open_host
 from rl.agents.program import AgentProgram
 from rl.agents.queue import GenerateAnswer, QueuedGenerator, TakenCalls
+from rl.agents.settings import EpisodeSettings
+from rl.agents.types import PlayedEpisode
 from rl.config.configurable import Configurable
-from rl.http.server import raise_open_files
 from rl.observability.spans import span
 from rl.rollouts.renderer import Renderer
 from rl.types import Problem
+
+if TYPE_CHECKING:
+    from rl.agents.host import AgentHost  # see `setup`
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,10 @@ class AgentEndpoint(Actor, Configurable):
     @span("setup")
     async def setup(self) -> None:
         """Start the server, and the process that plays agents."""
+        # Imported here: the web framework takes time, and a run without agents does not need it.
+        from rl.agents.host import open_host
+        from rl.http.server import raise_open_files
+
         raise_open_files()
         opening = open_host(
             self.config,

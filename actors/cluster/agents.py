@@ -11,9 +11,9 @@ from typing import Any
 from actors.agents import AgentEndpoint
 from actors.cluster.group import ActorGroup
 from actors.launch.calls import ActorLostError
-from rl.agents.episode import EpisodeSettings
-from rl.agents.host import PlayedEpisode
 from rl.agents.queue import GATHER_S, GenerateAnswer, GenerateCall
+from rl.agents.settings import EpisodeSettings
+from rl.agents.types import PlayedEpisode
 from rl.protocols import TokenGenerator
 from rl.types import Problem
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl.agents.episode import ClientRules
+from rl.agents.settings import ClientRules
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.types import BranchRole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,14 +12,16 @@ from typing import Any, Protocol
 from rl.agents.app import make_app
 from rl.agents.config import EndpointConfig
 from rl.agents.endpoint import Endpoint
-from rl.agents.episode import AgentEpisode, EpisodeSettings
+from rl.agents.episode import AgentEpisode
 from rl.agents.plays.process import AgentProcess
 from rl.agents.plays.types import AgentResult, AgentSpec
 from rl.agents.program import AgentProgram
+from rl.agents.settings import EpisodeSettings
+from rl.agents.types import PlayedEpisode
 from rl.http.server import format_url, listen, make_server
 from rl.protocols import TokenGenerator
 from rl.rollouts.renderer import Renderer
-from rl.types import Branch, BranchRole, EndReason, Problem, Turn
+from rl.types import BranchRole, Problem
 from rl.utils.printing import truncate
 from rl.utils.proxies import LOOPBACK_NAMES, is_loopback
 
@@ -31,19 +33,6 @@ STOP_S = 5.0
 """Time for answers under way when the server ends."""
 KEPT_OUTPUT = 16_384
 """Characters of an agent's last output that reward functions read."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PlayedEpisode:
-    """What an agent has done."""
-
-    turns: tuple[Turn, ...]
-    branches: tuple[Branch, ...]
-    end: EndReason
-    failure: str | None
-    state: Mapping[str, Any]
-    """What reward functions read: exit_status, output, value, files, reward, posted, wall_s."""
-    metrics: Mapping[str, float]
 
 
 class Agents(Protocol):

@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from rl.agents.config import EndpointConfig
-from rl.agents.episode import EpisodeSettings
-from rl.agents.host import AgentHost, PlayedEpisode, open_host
+from rl.agents.host import AgentHost, open_host
 from rl.agents.program import AgentProgram
+from rl.agents.settings import EpisodeSettings
+from rl.agents.types import PlayedEpisode
 from rl.protocols import TokenGenerator
 from rl.rollouts.renderer import Renderer
 from rl.types import Completion, Problem, SamplingParams

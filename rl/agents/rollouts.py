@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from rl.agents.episode import EpisodeSettings
-from rl.agents.host import PlayedEpisode
+from rl.agents.settings import EpisodeSettings
+from rl.agents.types import PlayedEpisode
 from rl.protocols import TokenGenerator
 from rl.rollouts.episode import EpisodeLimits
 from rl.types import (

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rl.types import Completion, Message, ToolCall
+from rl.types import Branch, Completion, EndReason, Message, ToolCall, Turn
 from rl.utils.sharing import ReadOnlyDict
 
 ReplyEnd = Literal["stop", "tool_calls", "length"]
@@ -176,3 +176,16 @@ class ChatReply:
             logprobs=self.completion.logprobs.tolist(),
             texts=self.token_texts,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlayedEpisode:
+    """What an agent has done."""
+
+    turns: tuple[Turn, ...]
+    branches: tuple[Branch, ...]
+    end: EndReason
+    failure: str | None
+    state: Mapping[str, Any]
+    """What reward functions read: exit_status, output, value, files, reward, posted, wall_s."""
+    metrics: Mapping[str, float]

@@ -9,7 +9,7 @@ import logging
 import httpx
 import pytest
 
-from rl.agents.episode import ClientRules
+from rl.agents.settings import ClientRules
 from tests.support.agent_endpoint import serve
 
 HI = {"role": "user", "content": "Hi"}

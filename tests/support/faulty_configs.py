@@ -102,7 +102,7 @@ def agents() -> Controller.Config:
     after each of three steps."""
     config = chaos()
     config.task = AgentTask.Config(
-        problems=Calculation.Config(num_products=4, num_eval=4, reward="noise"),
+        problems=Calculation.Config(num_products=5, num_eval=4, reward="noise"),
         function="examples.agents.compacting:solve",
     )
     config.agents = AgentEndpoint.Config(announces_tools=False)
