@@ -9,7 +9,7 @@ superseded   a reply that was sampled again and never continued
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -30,6 +30,8 @@ class Conversations:
 def list_conversations(record: EpisodeRecord, *, trained: Collection[BranchRole]) -> Conversations:
     """Return the turns and branches of a record; branches of the roles `trained` are trained on."""
     numbers = sorted(record.turns)
+    if not numbers:
+        return Conversations(turns=(), branches=())
     places = {number: place for place, number in enumerate(numbers)}
     roles = _assign_roles(record)
     causes = _name_causes(record)
@@ -110,57 +112,54 @@ def _name_causes(record: EpisodeRecord) -> dict[int, str]:
 
 def _assign_roles(record: EpisodeRecord) -> dict[int, BranchRole]:
     """Return the role of each conversation by the number of its first turn."""
-    roots = [n for n in sorted(record.turns) if record.turns[n].plan.parent is None]
-    openings = [number for number in roots if not record.turns[number].plan.relation]
-    sizes = _count_turns(record)
-    main = _choose_main([record.turns[n] for n in openings or roots[:1]], sizes)
-
+    openings = _list_openings(record)
+    main = _choose_main(record, openings)
     roles: dict[int, BranchRole] = {}
-    for number in roots:
-        plan = record.turns[number].plan
-        if plan.role in ROLES:
-            roles[number] = plan.role
-        elif number == main:
-            roles[number] = "main"
-        elif plan.origin is not None:
-            roles[number] = roles[_find_root(record, plan.origin)]
-        else:
-            is_single = sizes[number] == 1 and not plan.has_tools
-            offers_tools = main is not None and record.turns[main].plan.has_tools
-            other_model = main is not None and plan.model != record.turns[main].plan.model
-            is_auxiliary = is_single and (offers_tools or other_model)
-            roles[number] = "auxiliary" if is_auxiliary else "sub-agent"
+    for opening, numbers in openings.items():
+        is_auxiliary = len(numbers) == 1 and _is_aside(record.turns[opening], record.turns[main])
+        role: BranchRole = "auxiliary" if is_auxiliary else "sub-agent"
+        for number in numbers:
+            root = _list_path(record, number)[0]
+            named = record.turns[root].plan.role
+            if named in ROLES:
+                roles[root] = named
+            else:
+                # A rewritten conversation has the role of the one that it rewrites.
+                roles[root] = "main" if opening == main else role
     return roles
 
 
-def _find_root(record: EpisodeRecord, number: int) -> int:
-    # The turn that a conversation was related to may be without a reply, such as after an error.
-    if number not in record.turns:
-        return min(record.turns)
-    return _list_path(record, number)[0]
+def _list_openings(record: EpisodeRecord) -> dict[int, list[int]]:
+    """Return the turns of each conversation and of those that rewrite it, by its first turn."""
+    openings: dict[int, list[int]] = {}
+    opening_of: dict[int, int] = {}
+    for number in sorted(record.turns):
+        plan = record.turns[number].plan
+        before = plan.origin if plan.parent is None else plan.parent
+        # The turn that was rewritten may have got no reply, and is then no part of the record.
+        opening = number if before is None else opening_of.get(before, number)
+        opening_of[number] = opening
+        openings.setdefault(opening, []).append(number)
+    return openings
 
 
-def _count_turns(record: EpisodeRecord) -> dict[int, int]:
-    """Return the number of turns that begin with each first turn, by its number."""
-    counts: dict[int, int] = defaultdict(int)
-    for number in record.turns:
-        counts[_list_path(record, number)[0]] += 1
-    return counts
+def _choose_main(record: EpisodeRecord, openings: Mapping[int, Sequence[int]]) -> int:
+    """Return the first turn of the main conversation: of those that count, the one that ends last.
 
-
-def _choose_main(openings: Sequence[RecordedTurn], sizes: dict[int, int]) -> int | None:
-    """Return the opening of the main conversation.
-
-    The first one counts, unless it is a single reply without tools beside one with tools: harnesses
-    ask for a title before they begin.
+    Single replies do not count beside longer conversations, nor replies without tools beside those
+    with tools: harnesses ask for titles, and judge at the end. Of single replies the first counts.
     """
-    if not openings:
-        return None
-    named = [o.plan.number for o in openings if o.plan.role == "main"]
-    if named:
-        return named[0]
-    with_tools = [o.plan.number for o in openings if o.plan.has_tools]
-    first = openings[0].plan
-    if with_tools and not first.has_tools and sizes[first.number] == 1:
-        return with_tools[0]
-    return first.number
+
+    def weigh(opening: int) -> tuple[int, bool, bool, int]:
+        plan, numbers = record.turns[opening].plan, openings[opening]
+        named = {"main": 1, "": 0}.get(plan.role, -1)
+        is_long = len(numbers) > 1
+        return named, is_long, plan.has_tools, numbers[-1] if is_long else -opening
+
+    return max(openings, key=weigh)
+
+
+def _is_aside(one: RecordedTurn, main: RecordedTurn) -> bool:
+    """Return whether a single reply is of the harness: without tools, or by another model."""
+    offers_less = main.plan.has_tools and not one.plan.has_tools
+    return offers_less or (not one.plan.has_tools and one.plan.model != main.plan.model)

@@ -225,6 +225,21 @@ def test_a_title_is_auxiliary_and_a_conversation_with_another_opening_a_sub_agen
     ]
 
 
+def test_main_is_the_conversation_that_ends_last_whatever_its_length(qwen):
+    other = replace(SYSTEM, content="You search.")
+    qwen.ask(other, user("Find x"), reply="a")
+    qwen.ask(other, user("Find x"), said("a"), user("?"), reply="b")
+    qwen.ask(other, user("Find x"), said("a"), user("?"), said("b"), user("!"), reply="x")
+    qwen.ask(SYSTEM, user("Task"), reply="c")
+    qwen.ask(SYSTEM, user("Task"), said("c"), user("x"), reply="d")
+    qwen.ask(user("Was d right?"), reply="yes")
+    assert qwen.list_branches() == [
+        ((0, 1, 2), "sub-agent", ""),
+        ((3, 4), "main", "agent"),
+        ((5,), "sub-agent", "agent"),
+    ]
+
+
 def test_a_client_may_name_the_role(qwen):
     qwen.ask(user("Task"), reply="a")
     qwen.ask(SYSTEM, user("Judge a"), reply="fine", role="auxiliary")

@@ -39,9 +39,7 @@ def check_rows(run: FinishedRun) -> None:
     assert len({line["problem"] for line in lines}) == 3 * 2
     for line in lines:
         roles = [(branch["role"], branch["cause"]) for branch in line["branches"]]
-        assert sorted(roles) == [("main", "rewritten"), ("main", "agent"), ("sub-agent", "")] or (
-            sorted(roles) == [("main", ""), ("main", "rewritten"), ("sub-agent", "agent")]
-        )
+        assert roles == [("sub-agent", ""), ("main", "agent"), ("main", "rewritten")]
         assert all(turn["mask"] == 1 for turn in line["turns"])
         if line["step"] == 1:
             assert all(turn["logprobs"] == turn["trainer_logprobs"] for turn in line["turns"])
