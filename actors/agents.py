@@ -23,6 +23,7 @@ from rl.config.configurable import Configurable
 from rl.observability.spans import span
 from rl.rollouts.renderer import Renderer
 from rl.types import Problem
+from rl.utils.processes import reduce_collections
 
 if TYPE_CHECKING:
     from rl.agents.host import AgentHost  # see `setup`
@@ -54,6 +55,7 @@ class AgentEndpoint(Actor, Configurable):
         from rl.http.server import raise_open_files
 
         raise_open_files()
+        self._stack.enter_context(reduce_collections())
         opening = open_host(
             self.config,
             program=self._program,

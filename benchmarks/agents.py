@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import statistics
 import time
 from multiprocessing.connection import Connection
@@ -27,12 +28,14 @@ from rl.agents.settings import EpisodeSettings
 from rl.http.server import format_url, listen, make_server, raise_open_files
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.types import Completion, SamplingParams
+from rl.utils.processes import reduce_collections
 
 NUM_CLIENTS = 400
 NUM_TURNS = 4
 RETRY_S = 1.0
 LOOK_S = 0.005
 TEXT = "The quick brown fox jumps over the lazy dog. " * 10
+REPLY = "It is 42, as computed above."
 TOOLS = [
     {
         "type": "function",
@@ -68,8 +71,10 @@ class InstantGenerator:
 
 def serve(link: Connection, model: str) -> None:
     """Serve the endpoint until the link says so; then send what was measured."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as for the agents' actor
     raise_open_files()
-    asyncio.run(_serve(link, model))
+    with reduce_collections():
+        asyncio.run(_serve(link, model))
 
 
 async def _serve(link: Connection, model: str) -> None:
@@ -79,7 +84,7 @@ async def _serve(link: Connection, model: str) -> None:
     renderer = make_renderer(
         RendererConfig(), tokenizer=tokenizer, stop_token_ids=(tokenizer.eos_token_id,)
     )
-    reply = [*renderer.encode("It is 42, as computed above.").tolist(), renderer.end_token_id]
+    reply = [*renderer.encode(REPLY).tolist(), renderer.end_token_id]
     generator = InstantGenerator(reply)
     endpoint = Endpoint(generator=generator, renderer=renderer)
     episodes = []
@@ -137,6 +142,7 @@ class Client:
         self._key = key
         self._is_streamed = is_streamed
         self.num_timeouts = 0
+        self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.latencies_s: list[float] = []
 
     async def talk(self) -> None:
@@ -163,28 +169,38 @@ class Client:
         for attempt in range(20):
             try:
                 async with asyncio.timeout(RETRY_S):
-                    return await self._send(body, attempt)
+                    await self._send(body, attempt)
+                return REPLY
             except TimeoutError:
                 self.num_timeouts += 1
         raise RuntimeError("no answer after 20 tries")
 
-    async def _send(self, body: bytes, attempt: int) -> str:
-        reader, writer = await asyncio.open_connection(self._host, self._port)
+    async def _send(self, body: bytes, attempt: int) -> None:
+        """Send a request on a connection that stays open, and read its whole answer."""
+        if self._connection is None:
+            self._connection = await asyncio.open_connection(self._host, self._port)
+        reader, writer = self._connection
         try:
             head = (
                 f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\n"
                 f"Authorization: Bearer {self._key}\r\nContent-Type: application/json\r\n"
-                f"x-stainless-retry-count: {attempt}\r\nConnection: close\r\n"
-                f"Content-Length: {len(body)}\r\n\r\n"
+                f"x-stainless-retry-count: {attempt}\r\nContent-Length: {len(body)}\r\n\r\n"
             )
             writer.write(head.encode() + body)
-            answer = await reader.read()
-            status = answer.split(b" ", 2)[1]
-            if status != b"200":
-                raise RuntimeError(answer[:500].decode(errors="replace"))
-            return "It is 42, as computed above."
-        finally:
+            answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+            if not answer.startswith(b"http/1.1 200"):
+                raise RuntimeError(answer.decode(errors="replace"))
+            if b"transfer-encoding: chunked" in answer:
+                while size := int(await reader.readline(), 16):
+                    await reader.readexactly(size + 2)
+                await reader.readline()
+            else:
+                length = answer.partition(b"content-length:")[2].partition(b"\r\n")[0]
+                await reader.readexactly(int(length))
+        except BaseException:
+            self._connection = None
             writer.close()
+            raise
 
 
 def run_load(model: str, *, is_streamed: bool, num_rounds: int) -> dict[str, Any]:

@@ -35,6 +35,8 @@ from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
+ENDPOINT_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}
+"""Messages of agents are short: handing them to other threads takes longer than to tokenize them."""
 SLOW_START_S = 60.0
 """Time between two log records that say what a start still waits for."""
 
@@ -237,7 +239,9 @@ class RoleStarter:
             await group.call(AgentEndpoint.setup, timeout="setup_s", extra_s=limit_s)
             return group
 
-        return await self._spawn(at, start, imports=("actors.agents",), needs_torch=False)
+        return await self._spawn(
+            at, start, imports=("actors.agents",), needs_torch=False, env=ENDPOINT_ENVIRONMENT
+        )
 
     async def _set_up(self, group: ActorGroup) -> ActorGroup:
         # Groups that share devices are set up one after another, when all processes are there.

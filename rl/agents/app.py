@@ -22,7 +22,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rl.agents.dialects import chat, messages, responses
 from rl.agents.dialects.reply_reader import ParsedReply
@@ -30,6 +30,7 @@ from rl.agents.endpoint import Endpoint
 from rl.agents.episode import AgentEpisode, Answer, RequestIdentity
 from rl.agents.types import BadRequestError, ChatReply, ChatRequest, RequestError
 from rl.http.guard import AccessGuard, RefusedError
+from rl.utils.pace import Pace
 from rl.utils.proxies import LOOPBACK_NAMES
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def make_app(
     async def post_reward(request: Request) -> Response:
         return await _guard(request, lambda: _take_reward(request, find(request)))
 
-    router.add_api_route("/v1/reward", post_reward, methods=["POST"])
+    router.add_route("/v1/reward", post_reward, methods=["POST"])
     app.include_router(router)
     app.include_router(router, prefix=f"{PREFIX}{{key}}")
     app.add_api_route(HEALTH, _answer_health, methods=["GET"])
@@ -122,9 +123,9 @@ def add_dialects(router: APIRouter, *, find: Callable[[Request], Answerer]) -> N
         return await _guard(request, lambda: _list_models(request, find(request)))
 
     for path in DIALECTS:
-        router.add_api_route(path, reply, methods=["POST"])
-    router.add_api_route("/v1/messages/count_tokens", count, methods=["POST"])
-    router.add_api_route("/v1/models", list_models, methods=["GET"])
+        router.add_route(path, reply, methods=["POST"])
+    router.add_route("/v1/messages/count_tokens", count, methods=["POST"])
+    router.add_route("/v1/models", list_models, methods=["GET"])
 
 
 class AgentGuard(AccessGuard):
@@ -141,6 +142,12 @@ class AgentGuard(AccessGuard):
         super().__init__(app, hosts=hosts)
         self._endpoint = endpoint
         self._max_body_bytes = max_body_bytes
+        self._pace = Pace()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A group of agents asks at the same time.
+        await self._pace.wait_for_turn()
+        await super().__call__(scope, receive, send)
 
     def is_open(self, scope: Scope) -> bool:
         return bool(scope["path"] == HEALTH)

@@ -10,6 +10,7 @@ from rl.agents.settings import ClientRules, EpisodeSettings
 from rl.agents.types import RequestError
 from rl.protocols import TokenGenerator
 from rl.rollouts.renderer import Renderer
+from rl.utils.pace import Pace
 
 KEPT_KEYS = 65_536
 """Keys of ended episodes that are remembered, so that late requests are told of the end."""
@@ -22,6 +23,7 @@ class Endpoint:
     generator: TokenGenerator
     renderer: Renderer
     rules: ClientRules = field(default_factory=ClientRules)
+    _pace: Pace = field(default_factory=Pace)
     _open: dict[str, AgentEpisode] = field(default_factory=dict)
     _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
@@ -32,6 +34,7 @@ class Endpoint:
             renderer=self.renderer,
             settings=settings,
             rules=self.rules,
+            pace=self._pace,
         )
         self._open[settings.key] = episode
         return episode

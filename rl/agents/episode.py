@@ -23,6 +23,7 @@ from rl.protocols import TokenGenerator
 from rl.rollouts.control_tokens import RefusedMessageError
 from rl.rollouts.renderer import Renderer
 from rl.types import BranchRole, Completion, EndReason, SamplingParams
+from rl.utils.pace import Pace
 
 GRACE_S = 5.0
 """Time after a disconnection in which a client may ask again before its reply is cancelled. Clients
@@ -64,6 +65,8 @@ class AgentEpisode:
     renderer: Renderer
     settings: EpisodeSettings
     rules: ClientRules = field(default_factory=ClientRules)
+    pace: Pace = field(default_factory=Pace)
+    """Turns of all episodes."""
     counts: Counter[str] = field(default_factory=Counter)
     """Requests, retries, disconnections and fields without effect, by name."""
     posted: dict[str, float] = field(default_factory=dict)
@@ -155,6 +158,7 @@ class AgentEpisode:
         ((completion,),) = await self.generator.generate(
             [plan.context_ids], sampling=sampling, session=self.settings.key
         )
+        await self.pace.wait_for_turn()
         self.check_open()
         answer = self._read(request, plan, completion)
         parsed = answer.parsed
