@@ -44,8 +44,9 @@ def _describe_processes(layout: Mapping[str, Any] | str) -> str:
     generators = [place for role, place in layout.items() if role.startswith("generator")]
     ranks = generators[0]["num_procs"]
     texts.append(f"generators {len(generators)}{f' of {ranks} each' if ranks > 1 else ''}")
-    if "reward" in layout:
-        texts.append(f"reward {layout['reward']['num_procs']}")
+    for role in ("reward", "agents"):
+        if role in layout:
+            texts.append(f"{role} {layout[role]['num_procs']}")
     gpus: set[int] = set()
     for place in (layout["trainer"], *generators):
         gpus.update(place["gpus"] or ())

@@ -111,6 +111,15 @@ class AgentTask(Configurable):
             may_exit_with_error=config.reward == "exit_status",
         )
 
+    @property
+    def summary(self) -> str:
+        """The problems and the agent, for the reader of a run's start."""
+        problems = getattr(self._problems, "summary", None)
+        if not isinstance(problems, str):
+            problems = f"problems of {type(self._problems).__name__}"
+        agent = self.config.function or " ".join(self.config.command)
+        return f"{problems}, each for an agent: {agent}"
+
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         return self._problems.train_problems(seed=seed)
 
