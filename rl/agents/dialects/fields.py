@@ -210,6 +210,8 @@ _add(("responses",), "harmless", {
     "truncation": "nothing is removed; a prompt that is too long is an error",
     "top_logprobs": "logprobs are told by chat only",
     "text.verbosity": "no prompt is changed",
+    "access_programs": "there is one program",
+    "background_options": "a reply comes in the answer to its request",
 })  # fmt: skip
 _add(("messages",), "harmless", {
     "cache_control": "prefixes are cached anyway",
@@ -293,6 +295,7 @@ _add(("responses",), "refused", {
     "conversation": "nothing is stored; send the whole conversation as input",
     "background": ("a reply comes in the answer to its request", False),
     "prompt": "there are no stored prompts; send instructions and input",
+    "image": "replies are text, and only texts are read",
     "text.format": (
         "replies are not constrained; send type text, or validate the reply",
         {"type": "text"}, {},

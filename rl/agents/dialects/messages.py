@@ -284,7 +284,11 @@ def make_error(error: RequestError) -> tuple[int, dict[str, Any]]:
     """Return status and body of an error."""
     default = "invalid_request_error" if error.status < 500 else "api_error"
     kind = ERROR_TYPES.get(error.status, default)
-    return error.status, {"type": "error", "error": {"type": kind, "message": error.message}}
+    told: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.field == "thread":
+        # The client `anthropic` sends its tool runner's turns whole after this error.
+        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return error.status, {"type": "error", "error": told}
 
 
 class MessagesStream:
