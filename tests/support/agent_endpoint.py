@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from rl.agents.app import make_app
+from rl.agents.app import make_app, read_key
 from rl.agents.endpoint import Endpoint
 from rl.agents.episode import AgentEpisode
 from rl.agents.settings import ClientRules, EpisodeSettings
@@ -73,6 +73,26 @@ class ScriptedGenerator:
         )
 
 
+class FaultyApp:
+    """An application that answers the first requests of some episodes with an error."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self.faults: dict[str, list[int]] = {}
+        """Statuses of the next answers, by the key of the episode."""
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        faults = self.faults.get(read_key(scope)) if scope["type"] == "http" else None
+        if not faults:
+            await self._app(scope, receive, send)
+            return
+        # The clients of OpenAI and Anthropic wait half a second if nothing is said.
+        headers = [(b"content-type", b"application/json"), (b"retry-after-ms", b"10")]
+        status = faults.pop(0)
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b'{"error": {"message": "a fault"}}'})
+
+
 @dataclass(kw_only=True)
 class Served:
     """A running endpoint with one open episode."""
@@ -117,16 +137,19 @@ async def serve(
     *,
     rules: ClientRules | None = None,
     max_body_bytes: int = 1 << 20,
+    faults: Sequence[int] = (),
     **settings: Any,
 ) -> AsyncIterator[Served]:
-    """Serve an endpoint on a free loopback port."""
+    """Serve an endpoint on a free loopback port; its first answers are the statuses `faults`."""
     generator = ScriptedGenerator(reply=reply)
     endpoint = Endpoint(
         generator=generator, renderer=generator.renderer, rules=rules or ClientRules()
     )
     episode = endpoint.open(make_settings(**settings))
     with listen("127.0.0.1", 0) as listener:
-        server = make_server(make_app(endpoint, max_body_bytes=max_body_bytes))
+        app = FaultyApp(make_app(endpoint, max_body_bytes=max_body_bytes))
+        app.faults[episode.settings.key] = [*faults]
+        server = make_server(app)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         async with httpx.AsyncClient(timeout=20, trust_env=False) as http:
             yield Served(
