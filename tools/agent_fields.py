@@ -39,6 +39,7 @@ TITLES: dict[Dialect, str] = {
     "chat": "OpenAI chat completions: `/v1/chat/completions`",
     "responses": "OpenAI responses: `/v1/responses`",
     "messages": "Anthropic messages: `/v1/messages`, `/v1/messages/count_tokens`",
+    "tokens": "vLLM's tokens in, tokens out: `/inference/v1/generate`",
 }
 CLASSES: tuple[FieldClass, ...] = ("used", "asked", "harmless", "refused")
 

@@ -1,6 +1,7 @@
-"""HTTP application of the endpoint: paths of three dialects, their errors, streams.
+"""HTTP application of the endpoint: paths of four dialects, their errors, streams.
 
     /v1/chat/completions, /v1/responses, /v1/messages    a reply, whole or streamed
+    /inference/v1/generate                               the same of tokens, as vLLM has it
     /v1/messages/count_tokens, /v1/models                no reply
     /v1/reward                                           numbers that the agent posts
 
@@ -24,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rl.agents.dialects import chat, messages, responses
+from rl.agents.dialects import chat, messages, responses, tokens
 from rl.agents.dialects.reply_reader import ParsedReply
 from rl.agents.endpoint import Endpoint
 from rl.agents.episode import AgentEpisode, Answer, RequestIdentity
@@ -82,6 +83,7 @@ DIALECTS: dict[str, Dialect] = {
     "/v1/chat/completions": chat,
     "/v1/responses": responses,
     "/v1/messages": messages,
+    "/inference/v1/generate": tokens,
 }
 
 
@@ -111,7 +113,7 @@ def make_app(
 
 
 def add_dialects(router: APIRouter, *, find: Callable[[Request], Answerer]) -> None:
-    """Add the paths of the three dialects; `find` returns what answers a request."""
+    """Add the paths of the dialects; `find` returns what answers a request."""
 
     async def reply(request: Request) -> Response:
         return await _guard(request, lambda: _reply(request, find(request)))

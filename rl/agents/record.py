@@ -10,6 +10,8 @@ tokenized again: a rewritten history that quotes a recorded reply gets the token
     [s, summary]                    2: s, summary -> a3       0 3    main, fork
     [s, u1, a1, other]              3: other      -> a4
 
+A request that gives its prompt as tokens continues the turn whose tokens are a beginning of them.
+
 Messages are compared in a canonical form: arguments of calls as JSON with sorted keys, and an
 assistant's text without white space around it. Ids, thoughts and parameters do not count.
 """
@@ -88,6 +90,12 @@ class Digests:
     """Of the tools and the system messages."""
 
     @classmethod
+    def of_tokens(cls, token_ids: np.ndarray) -> Digests:
+        """Return the digests of a prompt without messages, which no messages have."""
+        digest = hashlib.blake2b(b"tokens" + token_ids.tobytes(), digest_size=16).digest()
+        return cls(full=[digest], messages=[digest], bare=[digest], opening=digest)
+
+    @classmethod
     def of(cls, request: ChatRequest) -> Digests:
         each = [_digest_message(m) for m in request.messages]
         tools = _digest_tools(request.tools)
@@ -124,6 +132,8 @@ class EpisodeRecord:
     """Turn that ends a conversation with this digest, of any of the three kinds."""
     _replies: dict[bytes, int] = field(default_factory=dict)
     """Last turn with a reply, by the reply's digest."""
+    _token_ends: dict[int, dict[bytes, int]] = field(default_factory=dict)
+    """Last turn by the number and the digest of its tokens, prompt and reply."""
     _openings: dict[bytes, int] = field(default_factory=dict)
     """First turn that begins a conversation, by the digest of its opening."""
     _asked: dict[tuple[int | None, bytes], PlannedTurn] = field(default_factory=dict)
@@ -136,6 +146,8 @@ class EpisodeRecord:
             BadRequestError: the messages are none that a model could answer.
             RefusedMessageError: a text in them cannot be encoded.
         """
+        if request.token_ids is not None:
+            return self._plan_tokens(request, role=role)
         _check_order(request.messages)
         digests = Digests.of(request)
         last = _find_last_reply(request.messages)
@@ -184,6 +196,9 @@ class EpisodeRecord:
         for beginnings in (plan.digests.full, plan.digests.messages, plan.digests.bare):
             (end,) = _chain(beginnings[-1], [reply])
             self._ends[end] = plan.number
+        token_ids = np.concatenate([plan.context_ids, completion.token_ids])
+        of_length = self._token_ends.setdefault(len(token_ids), {})
+        of_length[_digest_tokens(token_ids)] = plan.number
 
     @property
     def num_tokens(self) -> int:
@@ -192,6 +207,68 @@ class EpisodeRecord:
         for recorded in self.turns.values():
             num += len(recorded.turn.prompt_ids) + len(recorded.turn.completion.token_ids)
         return num
+
+    # Prompts as tokens
+
+    def _plan_tokens(self, request: ChatRequest, *, role: str) -> PlannedTurn:
+        """Find the turn whose tokens a prompt begins with; what follows them is new."""
+        context_ids = np.array(request.token_ids, dtype=np.int32)
+        most = len(self.renderer.tokenizer)
+        if context_ids.max() >= most:
+            raise BadRequestError(
+                f"token_ids has {context_ids.max()}, but the tokenizer has {most} tokens",
+                field="token_ids",
+            )
+        parent = self._find_beginning(context_ids)
+        relation: Relation = ""
+        num_known, origin = 0, None
+        if parent is not None:
+            before = self.turns[parent]
+            num_known = len(before.plan.context_ids) + len(before.turn.completion.token_ids)
+        else:
+            # The client has rendered a history anew if the beginning of a conversation is its own.
+            origin = self._find_root(context_ids)
+            if origin is not None:
+                relation = "rewritten"
+        prompt_ids = context_ids[num_known:]
+        text = self.renderer.tokenizer.decode(prompt_ids.tolist(), skip_special_tokens=False)
+        plan = PlannedTurn(
+            number=next(self._numbers),
+            parent=parent,
+            relation=relation,
+            origin=origin,
+            messages=(Message(role="user", content=text),),
+            prompt_ids=prompt_ids,
+            context_ids=context_ids,
+            digests=Digests.of_tokens(context_ids),
+            has_tools=False,
+            model=request.model,
+            role=role,
+        )
+        if parent is None:
+            self._openings.setdefault(plan.digests.opening, plan.number)
+        return plan
+
+    def _find_beginning(self, token_ids: np.ndarray) -> int | None:
+        """Return the turn with the longest conversation that tokens begin with."""
+        longest, begin = None, 0
+        digest = hashlib.blake2b(digest_size=16)
+        for length in sorted(self._token_ends):
+            if length > len(token_ids):
+                break
+            digest.update(token_ids[begin:length].tobytes())
+            begin = length
+            longest = self._token_ends[length].get(digest.digest(), longest)
+        return longest
+
+    def _find_root(self, token_ids: np.ndarray) -> int | None:
+        """Return the first conversation whose opening is a beginning of tokens."""
+        for number in sorted(self.turns):
+            plan = self.turns[number].plan
+            is_root = plan.parent is None
+            if is_root and np.array_equal(token_ids[: len(plan.prompt_ids)], plan.prompt_ids):
+                return number
+        return None
 
     # Finding
 
@@ -350,6 +427,11 @@ def _digest(value: Any) -> bytes:
     # Halves of surrogate pairs, which JSON may contain, have no encoding of their own.
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, default=_to_plain)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _digest_tokens(token_ids: np.ndarray) -> bytes:
+    tokens = token_ids.astype(np.int32, copy=False).tobytes()
+    return hashlib.blake2b(tokens, digest_size=16).digest()
 
 
 def _to_plain(value: Any) -> Any:

@@ -73,6 +73,8 @@ class ChatRequest:
     messages: tuple[Message, ...]
     """The whole conversation. Texts of parts are joined, ids of providers and thoughts are left
     out, and consecutive parts of one assistant turn are one message."""
+    token_ids: tuple[int, ...] | None = None
+    """The whole prompt, of a client that renders it itself; then there are no messages."""
     tools: tuple[ToolSpec, ...] = ()
     model: str = ""
     """Model that the client asked for."""

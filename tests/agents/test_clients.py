@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from typing import Any
 
 import anthropic
 import openai
@@ -54,11 +55,14 @@ class Clients:
         return [(branch.turns, branch.role, branch.cause) for branch in found.branches]
 
 
-def run(scenario, *args, reply=reply_to, max_reply=256, **options):
+def run(scenario, *, reply=reply_to, max_reply=256, **options):
     async def serve_it():
-        async with serve(reply, max_reply=max_reply, **options) as served:
-            async with contextlib.AsyncExitStack() as stack, asyncio.timeout(30):
-                return await scenario(Clients(served, stack), *args)
+        async with (
+            serve(reply, max_reply=max_reply, **options) as served,
+            contextlib.AsyncExitStack() as stack,
+            asyncio.timeout(30),
+        ):
+            return await scenario(Clients(served, stack))
 
     return asyncio.run(serve_it())
 
@@ -82,7 +86,8 @@ async def chat_stream(clients):
     async with create(model="m", messages=messages, tools=[CHAT_TOOL]) as stream:
         first = await stream.get_final_completion()
     messages += answer_chat(first.choices[0].message)
-    texts, usage = [], None
+    texts: list[str] = []
+    usage: Any = None
     async for chunk in await client.chat.completions.create(
         model="m",
         messages=messages,
@@ -116,7 +121,7 @@ async def responses_stream(clients):
     async with client.responses.stream(model="m", input=given, tools=[RESPONSES_TOOL]) as stream:
         first = await stream.get_final_response()
     given += answer_response(first)
-    last = None
+    last: Any = None
     async for event in await client.responses.create(
         model="m", input=given, tools=[RESPONSES_TOOL], stream=True
     ):

@@ -148,6 +148,11 @@ for _dialect, _tool in TOOLS.items():
         NESTED[_dialect, f"tools[].{_name}"] = {"tools": [{**_tool, _name: True}]}
     NESTED[_dialect, "tools[].type"] = {"tools": [{"type": "web_search", "name": "f"}]}
     FIELD_OF[_dialect, "tools[].type"] = "tools[0].type"
+NESTED["tokens", "stream_options.include_usage"] = {"stream_options": {"include_usage": "yes"}}
+for _name in FIELDS["tokens"]:
+    _outer, _, _inner = _name.partition(".")
+    if _outer == "sampling_params" and _inner:
+        NESTED["tokens", _name] = {_outer: {_inner: {"x": [1]}}}
 
 
 @pytest.mark.parametrize(
@@ -183,6 +188,13 @@ def test_unknown_field_of_an_object_with_several_classes_is_refused():
     assert fail("responses", text={"forma": {}}) == "text.forma"
     assert fail("messages", output_config={"x": 1}) == "output_config.x"
     assert fail("responses", text="low") == "text"
+
+
+def test_sampling_of_a_prompt_of_tokens_is_recorded_by_its_usual_names():
+    request = make_request("tokens", sampling_params={"temperature": 0.5, "top_k": 3, "seed": None})
+    assert request.asked == {"temperature": 0.5, "top_k": 3}
+    assert fail("tokens", sampling_params={"temperature": 9}) == "sampling_params.temperature"
+    assert fail("tokens", sampling_params={"temprature": 1}) == "sampling_params.temprature"
 
 
 def test_true_is_not_the_number_one():

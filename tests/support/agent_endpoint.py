@@ -138,10 +138,11 @@ async def serve(
     rules: ClientRules | None = None,
     max_body_bytes: int = 1 << 20,
     faults: Sequence[int] = (),
+    renderer: Renderer | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
     """Serve an endpoint on a free loopback port; its first answers are the statuses `faults`."""
-    generator = ScriptedGenerator(reply=reply)
+    generator = ScriptedGenerator(reply=reply, renderer=renderer or make_qwen_renderer())
     endpoint = Endpoint(
         generator=generator, renderer=generator.renderer, rules=rules or ClientRules()
     )

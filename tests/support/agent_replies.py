@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.agents.dialects import chat, messages, responses
+from rl.agents.dialects import chat, messages, responses, tokens
 from rl.agents.dialects.reply_reader import ParsedReply, ReplyEvent, ReplyReader, find_end
 from rl.agents.dialects.writing import ReplyStream
 from rl.agents.types import ChatReply, ChatRequest
@@ -48,6 +48,8 @@ VALUES = (
 
 
 def make_request(dialect: str, **more: Any) -> ChatRequest:
+    if dialect == "tokens":
+        return tokens.read_request({"token_ids": [1], **more})
     return DIALECTS[dialect].read_request({**ASKS[dialect], **more})
 
 

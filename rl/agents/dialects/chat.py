@@ -32,7 +32,9 @@ from rl.agents.dialects.reading import (
 from rl.agents.dialects.reply_reader import ParsedReply, ReplyEvent
 from rl.agents.dialects.writing import (
     COMMENT,
+    DONE,
     describe_openai_error,
+    describe_openai_usage,
     frame_data,
     list_logprobs,
     select_parts,
@@ -57,7 +59,6 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 """Name of the text in each type of part; the Responses API's types occur in echoed histories."""
 THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning")
 CHOICES = ("none", "auto", "required")
-DONE = b"data: [DONE]\n\n"
 
 
 # Requests
@@ -238,7 +239,7 @@ def make_body(reply: ChatReply, request: ChatRequest, parsed: ParsedReply) -> di
         **_describe_tokens(reply.tokens, request),
     }
     body = {**_describe_head(reply.start, kind="chat.completion"), "choices": [choice]}
-    body["usage"] = _describe_usage(reply)
+    body["usage"] = describe_openai_usage(reply)
     if "token_ids" in request.wants:
         body["prompt_token_ids"] = list(reply.prompt_ids)
     return body
@@ -300,7 +301,7 @@ class ChatStream:
         frames = [frame_data(chunk)]
         # The usage has a chunk without choices to itself.
         if "usage" in self._request.wants:
-            last = {**self._head, "choices": [], "usage": _describe_usage(reply)}
+            last = {**self._head, "choices": [], "usage": describe_openai_usage(reply)}
             frames.append(frame_data(last))
         return b"".join([*frames, DONE])
 
@@ -363,16 +364,6 @@ def _describe_tokens(tokens: TokenPiece, request: ChatRequest) -> dict[str, Any]
     if "token_ids" in request.wants:
         extras["token_ids"] = list(tokens.token_ids)
     return extras
-
-
-def _describe_usage(reply: ChatReply) -> dict[str, Any]:
-    num_prompt, num_new = len(reply.prompt_ids), len(reply.completion.token_ids)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
-    }
 
 
 def _describe_error(error: RequestError) -> dict[str, Any]:

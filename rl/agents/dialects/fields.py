@@ -17,15 +17,16 @@ from typing import Any, Literal
 from rl.agents.types import BadRequestError
 from rl.utils.printing import truncate
 
-Dialect = Literal["chat", "responses", "messages"]
+Dialect = Literal["chat", "responses", "messages", "tokens"]
 """chat: OpenAI `/v1/chat/completions`; responses: OpenAI `/v1/responses`; messages: Anthropic
-`/v1/messages` and `/v1/messages/count_tokens`."""
+`/v1/messages` and `/v1/messages/count_tokens`; tokens: vLLM `/inference/v1/generate`."""
 FieldClass = Literal["used", "asked", "harmless", "refused"]
 """used: honoured; asked: recorded, and honoured only if the config says so, because the run decides
 what it samples from; harmless: accepted and counted, without effect; refused: an error that names
 the field."""
 ALL: tuple[Dialect, ...] = ("chat", "responses", "messages")
 OPENAI: tuple[Dialect, ...] = ("chat", "responses")
+TOKENS: tuple[Dialect, ...] = ("tokens",)
 MAX_SHOWN = 80
 """Longest excerpt of a value in an error, in characters."""
 
@@ -314,6 +315,74 @@ _add(("messages",), "refused", {
     "messages[].content[].type": "only text, tool_use, tool_result and thinking are read",
 })  # fmt: skip
 
+# Tokens in, tokens out
+
+_add(TOKENS, "used", {
+    "model": "recorded; the reply repeats it",
+    "stream": "true: the reply comes as server-sent events",
+    "stream_options.include_usage": "a last chunk of the stream has the usage",
+    "token_ids": "the whole prompt; it continues the turn whose tokens it begins with",
+    "return_token_ids": "true: ids of the prompt",
+    "sampling_params.max_tokens": "most new tokens",
+    "sampling_params.stop": "a text or a list of texts that end the reply",
+    "sampling_params.logprobs": "0 to 20: logprobs of the sampled tokens, of no others",
+})  # fmt: skip
+_add(TOKENS, "asked", {
+    "sampling_params.temperature": ("temperature", Bounds(low=0, high=2)),
+    "sampling_params.top_p": ("nucleus sampling", Bounds(low=0, high=1)),
+    "sampling_params.top_k": (
+        "most likely tokens; -1 and 0 are off", Bounds(type="integer", low=-1)
+    ),
+    "sampling_params.min_p": (
+        "least probability relative to the likeliest token", Bounds(low=0, high=1)
+    ),
+    "sampling_params.seed": (
+        "seed of the request", Bounds(type="integer", low=-(2**63), high=2**63)
+    ),
+    "sampling_params.frequency_penalty": (
+        "penalty of frequent tokens", Bounds(low=-2, high=2)
+    ),
+    "sampling_params.presence_penalty": (
+        "penalty of tokens that occurred", Bounds(low=-2, high=2)
+    ),
+    "sampling_params.repetition_penalty": (
+        "penalty of repetitions", Bounds(low=0, high=2)
+    ),
+    "sampling_params.min_tokens": ("least new tokens", Bounds(type="integer", low=0)),
+    "sampling_params.stop_token_ids": ("tokens that end the reply", Bounds(type="integers")),
+})  # fmt: skip
+_add(TOKENS, "harmless", {
+    "request_id": "replies have ids of their own",
+    "cache_salt": "the run salts its cache itself",
+    "priority": "requests of a run are equal",
+    "stream_options": "apart from include_usage",
+    "token_offsets": "for rendering only",
+    "reasoning_ended": "replies are not constrained",
+    "reasoning_parser_kwargs": "replies are not constrained",
+    "sampling_params.detokenize": "replies are tokens",
+    "sampling_params.skip_special_tokens": "replies are tokens",
+    "sampling_params.spaces_between_special_tokens": "replies are tokens",
+    "sampling_params.include_stop_str_in_output": "replies are tokens",
+    "sampling_params.output_kind": "the reply comes whole, or in one piece",
+    "sampling_params.routed_experts_prompt_start": "routed experts are not told",
+    "sampling_params.reasoning_effort": "the client's template decides about thoughts",
+})  # fmt: skip
+_add(TOKENS, "refused", {
+    "output_mode": ("replies are tokens", "tokens"),
+    "features": "there are no media",
+    "content_parts": ("there are no media", []),
+    "kv_transfer_params": ("the run manages its caches", {}),
+    "ec_transfer_params": ("the run manages its caches", {}),
+    "sampling_params.n": ("a request has one reply", 1),
+    "sampling_params.logit_bias": ("logprobs would not be those of the policy", {}),
+    "sampling_params.allowed_token_ids": ("logprobs would not be those of the policy", []),
+    "sampling_params.bad_words": ("logprobs would not be those of the policy", []),
+    "sampling_params.prompt_logprobs": "only sampled tokens have logprobs",
+    "sampling_params.structured_outputs": ("replies are not constrained", {}),
+    "sampling_params.ignore_eos": ("a reply ends where the model ends it", False),
+    "sampling_params.extra_args": ("the engine takes no options from clients", {}),
+})  # fmt: skip
+
 
 def _collect(dialect: Dialect) -> Mapping[str, RequestField]:
     rows = {}
@@ -324,9 +393,11 @@ def _collect(dialect: Dialect) -> Mapping[str, RequestField]:
     return rows
 
 
-FIELDS: Mapping[Dialect, Mapping[str, RequestField]] = {name: _collect(name) for name in ALL}
+FIELDS: Mapping[Dialect, Mapping[str, RequestField]] = {
+    name: _collect(name) for name in (*ALL, *TOKENS)
+}
 """All fields by dialect and name."""
-_CONTAINERS = {"text", "output_config"}
+_CONTAINERS = {"text", "output_config", "sampling_params"}
 """Fields that are objects with fields of several classes."""
 
 
@@ -344,28 +415,42 @@ def check_fields(body: Mapping[str, Any], dialect: Dialect) -> SortedFields:
     Null is the same as a field that is left out. Raises BadRequestError for a field that is
     unknown, refused or out of bounds.
     """
-    rows = FIELDS[dialect]
     asked: dict[str, Any] = {}
     harmless: list[str] = []
+    _sort(body, FIELDS[dialect], asked, harmless)
+    return SortedFields(asked=asked, harmless=tuple(harmless))
+
+
+def _sort(
+    body: Mapping[str, Any],
+    rows: Mapping[str, RequestField],
+    asked: dict[str, Any],
+    harmless: list[str],
+    *,
+    container: str = "",
+) -> None:
+    """Add the asked and the harmless fields of a body, or of an object in it."""
     for name, value in body.items():
-        row = rows.get(name)
-        is_container = name in _CONTAINERS and name in _list_tops(rows)
+        path = f"{container}{name}"
+        row = rows.get(path)
+        is_container = path in _CONTAINERS and path in _list_tops(rows)
         if row is None and not is_container:
-            raise _make_unknown_error(name, rows)
+            raise _make_unknown_error(path, rows)
         if value is None:
             continue
         if row is None:
-            harmless += _check_container(value, name, rows)
+            if not isinstance(value, dict):
+                raise BadRequestError(f"{path}={show_value(value)} must be an object", field=path)
+            _sort(value, rows, asked, harmless, container=f"{path}.")
         elif row.kind == "asked":
             if not row.bounds.hold(value):
                 shown = show_value(value)
-                raise BadRequestError(f"{name}={shown} must be {row.bounds.describe()}", field=name)
+                raise BadRequestError(f"{path}={shown} must be {row.bounds.describe()}", field=path)
             asked[name] = value
         elif row.kind == "harmless":
-            harmless.append(name)
+            harmless.append(path)
         elif row.kind == "refused":
-            check_refused(value, row, field=name)
-    return SortedFields(asked=asked, harmless=tuple(harmless))
+            check_refused(value, row, field=path)
 
 
 def check_refused(value: Any, row: RequestField, *, field: str) -> None:
@@ -382,21 +467,6 @@ def check_refused(value: Any, row: RequestField, *, field: str) -> None:
 def show_value(value: Any) -> str:
     """Return a short excerpt of a value for an error."""
     return truncate(repr(value), most=MAX_SHOWN)
-
-
-def _check_container(value: Any, name: str, rows: Mapping[str, RequestField]) -> list[str]:
-    if not isinstance(value, dict):
-        raise BadRequestError(f"{name}={show_value(value)} must be an object", field=name)
-    harmless = []
-    for key, inner in value.items():
-        row = rows.get(f"{name}.{key}")
-        if row is None:
-            raise _make_unknown_error(f"{name}.{key}", rows)
-        if row.kind == "refused":
-            check_refused(inner, row, field=row.name)
-        elif inner is not None:
-            harmless.append(row.name)
-    return harmless
 
 
 def _list_tops(rows: Mapping[str, RequestField]) -> set[str]:

@@ -21,6 +21,8 @@ LOWEST_LOGPROB = -9999.0
 """Logprob instead of a smaller one or of none, as vLLM tells it: JSON has no infinities."""
 COMMENT = b": keep-alive\n\n"
 """Comment of a stream, which every client skips."""
+DONE = b"data: [DONE]\n\n"
+"""End of a stream of chunks."""
 LINE_ENDS = ("\x85", "\u2028", "\u2029")
 """Characters at which some clients split lines, and that JSON may hold as they are."""
 OPENAI_TYPES = {
@@ -107,6 +109,17 @@ def list_logprobs(tokens: TokenPiece, request: ChatRequest) -> list[dict[str, An
         top = [dict(entry)] if request.top_logprobs else []
         entries.append(entry | {"top_logprobs": top})
     return entries
+
+
+def describe_openai_usage(reply: ChatReply) -> dict[str, Any]:
+    """Return the tokens of a reply, as chat completions count them."""
+    num_prompt, num_new = len(reply.prompt_ids), len(reply.completion.token_ids)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
+    }
 
 
 def describe_openai_error(message: str, *, status: int, field: str, code: str) -> dict[str, Any]:
