@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel sum-digits reverse-text alphabet-sort real-model doctor report curves tinker-cookbook chaos attack mutants test test-fast test-slow test-long test-report gpu-rehearsal gpu-check lint format types check bench bench-quick golden hooks clean constraints docs docs-site size clean-venv
+.PHONY: help setup wheel sum-digits reverse-text alphabet-sort real-model doctor report curves tinker-cookbook agents-contract chaos attack mutants test test-fast test-slow test-long test-report gpu-rehearsal gpu-check lint format types check bench bench-quick golden hooks clean constraints docs docs-site size clean-venv
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -97,6 +97,9 @@ test-report: ## test the report in a headless browser, installed if missing: at 
 	@$(TEST_PYTHON) -m tools.browser
 	$(TEST_PYTHON) -m pytest -m browser $(ARGS) tests/reporting $(NO_INPUT)
 
+agents-contract: setup ## run packages that agents are made of, unmodified, against the endpoint of agents
+	$(TEST_PYTHON) -m tools.agents_contract $(ARGS) $(NO_INPUT)
+
 chaos: setup ## kill each role in each phase of a short run; print a table of recoveries
 	$(TEST_PYTHON) -m tools.chaos $(ARGS) $(NO_INPUT)
 
@@ -154,4 +157,4 @@ constraints: setup ## resolve tools/constraints-*.txt, the versions that the set
 	$(TEST_PYTHON) -m tools.resolve_constraints
 
 clean-venv: ## remove the environments; the next target creates them again
-	rm -rf .venv .venv.lock .venv-gpu .venv-gpu.lock .venv-cookbook .venv-cookbook.lock
+	rm -rf .venv .venv.lock .venv-gpu .venv-gpu.lock .venv-cookbook .venv-cookbook.lock .venv-agents

@@ -322,6 +322,9 @@ def _make_error_response(path: str, error: RequestError) -> Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if error.status == 409:
+        # The clients of OpenAI and Anthropic would repeat it, but an ended episode stays ended.
+        headers["x-should-retry"] = "false"
     return Response(json.dumps(body), status, headers, "application/json")
 
 

@@ -14,6 +14,7 @@ import anthropic
 import openai
 import pytest
 
+from rl.agents.endpoint import Endpoint
 from rl.agents.episode import ClientRules
 from tests.support.agent_endpoint import serve
 from tools.agents_contract.scripted import reply_to
@@ -240,12 +241,12 @@ def test_token_ids_and_logprobs_are_those_of_the_record():
 
 
 async def ask_openai(clients, **options):
-    client = await clients.openai(max_retries=0, **options)
+    client = await clients.openai(**{"max_retries": 0} | options)
     return await client.chat.completions.create(model="m", messages=ASKED)
 
 
 async def ask_anthropic(clients, **options):
-    client = await clients.anthropic(max_retries=0, **options)
+    client = await clients.anthropic(**{"max_retries": 0} | options)
     return await client.messages.create(messages=ASKED, **LIMIT)
 
 
@@ -286,11 +287,16 @@ def test_prompt_that_is_too_long_is_a_bad_request(package, ask):
 
 
 @PACKAGES
-def test_ended_episode_is_a_conflict(package, ask):
+def test_ended_episode_is_a_conflict_that_no_client_repeats(package, ask, monkeypatch):
+    asked = []
+    find = Endpoint.find
+    monkeypatch.setattr(Endpoint, "find", lambda *given: asked.append(given) or find(*given))
+
     async def scenario(clients):
         clients.served.endpoint.end(clients.served.episode)
         with pytest.raises(package.ConflictError, match="the episode has ended"):
-            await ask(clients)
+            await ask(clients, max_retries=3)
+        assert len(asked) == 1
 
     run(scenario)
 
@@ -359,12 +365,7 @@ def test_error_in_a_stream_is_raised_by_the_client(monkeypatch):
 @pytest.mark.parametrize("status", [429, 500])
 def test_client_that_retries_after_an_error_leaves_one_turn(package, ask, status):
     async def scenario(clients):
-        if package is openai:
-            client = await clients.openai()
-            await client.chat.completions.create(model="m", messages=ASKED)
-        else:
-            client = await clients.anthropic()
-            await client.messages.create(messages=ASKED, **LIMIT)
+        await ask(clients, max_retries=2)
         assert clients.list_branches() == [((0,), "main", "")]
         assert clients.served.episode.counts["requests"] == 1
 
@@ -376,12 +377,7 @@ def test_client_that_is_impatient_gets_the_reply_of_its_first_request(package, a
     async def scenario(clients):
         served = clients.served
         served.generator.go_on = asyncio.Event()
-        if package is openai:
-            client = await clients.openai(timeout=0.2, max_retries=9)
-            asking = asyncio.create_task(client.chat.completions.create(model="m", messages=ASKED))
-        else:
-            client = await clients.anthropic(timeout=0.2, max_retries=9)
-            asking = asyncio.create_task(client.messages.create(messages=ASKED, **LIMIT))
+        asking = asyncio.create_task(ask(clients, timeout=0.2, max_retries=9))
         await _until(lambda: served.episode.counts["retries"])
         served.generator.go_on.set()
         await asking

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from rl.agents.branches import ROLES, list_conversations
+from rl.agents.branches import list_conversations
 from rl.agents.dialects import tokens
 from rl.agents.record import EpisodeRecord
 from rl.agents.dialects.reply_reader import ParsedReply
@@ -149,7 +149,7 @@ class Talk:
         return plan
 
     def list_branches(self):
-        found = list_conversations(self.record, trained=ROLES)
+        found = list_conversations(self.record, trained=())
         return [(branch.turns, branch.role, branch.cause) for branch in found.branches]
 
 
