@@ -171,10 +171,11 @@ def test_the_longest_beginning_counts(talk):
     talk.ask(1, 2, reply=[3])
     talk.ask(1, 2, 3, 4, reply=[5])
     assert talk.ask(1, 2, 3, 4, 5, 6, reply=[7]).parent == 1
+    assert talk.ask(1, 2, 3, 4, 5, 6, 7, 8, reply=[9]).parent == 2
     # Another continuation of the first turn.
     plan = talk.ask(1, 2, 3, 9, reply=[8])
     assert (plan.parent, plan.prompt_ids.tolist()) == (0, [9])
-    assert talk.list_branches() == [((0, 1, 2), "main", ""), ((0, 3), "main", "fork")]
+    assert talk.list_branches() == [((0, 1, 2, 3), "main", ""), ((0, 4), "main", "fork")]
 
 
 def test_a_reply_that_was_cut_off_is_continued_without_new_tokens(talk):
