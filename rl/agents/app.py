@@ -25,6 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rl.agents.branches import ROLES
 from rl.agents.dialects import chat, messages, responses, tokens
 from rl.agents.dialects.reply_reader import ParsedReply
 from rl.agents.endpoint import Endpoint
@@ -200,7 +201,7 @@ async def _reply(request: Request, answerer: Answerer) -> Response:
     raw = await request.body()
     wanted = dialect.read_request(_read_json(raw))
     identity = _identify(path, raw, request.headers)
-    role = request.headers.get(ROLE, "sub-agent" if SUB_AGENT in request.headers else "")
+    role = _read_role(request.headers)
     answering = asyncio.ensure_future(answerer.reply(wanted, identity=identity, role=role))
     if wanted.is_streamed:
         await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
@@ -307,6 +308,13 @@ def _identify(path: str, raw: bytes, headers: Headers) -> RequestIdentity:
         digest=hashlib.blake2b(path.encode() + b"\0" + content, digest_size=16).digest(),
         is_first_try=None if retries is None or name is not None else retries == "0",
     )
+
+
+def _read_role(headers: Headers) -> str:
+    role = headers.get(ROLE, "sub-agent" if SUB_AGENT in headers else "")
+    if role and role not in ROLES:
+        raise BadRequestError(f"{ROLE}: {role:.80}: must be {', '.join(ROLES)}", field=ROLE)
+    return role
 
 
 def _strip_prefix(path: str) -> str:

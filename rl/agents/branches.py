@@ -96,14 +96,16 @@ def _name_causes(record: EpisodeRecord) -> dict[int, str]:
         for recorded in siblings[1:]:
             causes[recorded.plan.number] = "again"
 
-    roots = 0
+    num_roots = 0
     children: set[int] = set()
     for number in sorted(record.turns):
         plan = record.turns[number].plan
         if plan.parent is None:
-            # The first conversation needs no cause.
-            causes.setdefault(number, plan.relation or ("agent" if roots else ""))
-            roots += 1
+            # The first conversation needs no cause, and what got no reply was not rewritten.
+            is_related = plan.origin in record.turns
+            other = "agent" if num_roots else ""
+            causes.setdefault(number, plan.relation if is_related else other)
+            num_roots += 1
         else:
             causes.setdefault(number, "fork" if plan.parent in children else "")
             children.add(plan.parent)

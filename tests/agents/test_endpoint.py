@@ -353,6 +353,19 @@ def test_count_tokens_counts_what_a_reply_reads():
     run(scenario)
 
 
+def test_a_client_names_the_role_of_a_conversation():
+    async def scenario(served):
+        await served.chat(HI, headers={"x_relay_role": "auxiliary"})
+        branches = served.episode.list_conversations(trained=("main",)).branches
+        assert [(branch.role, branch.is_trained) for branch in branches] == [("auxiliary", False)]
+        body = {"model": "m", "messages": [HI]}
+        wrong = await served.post("/v1/chat/completions", body, x_relay_role="judge")
+        assert wrong.status_code == 400
+        assert "must be main, sub-agent, auxiliary" in wrong.json()["error"]["message"]
+
+    run(scenario)
+
+
 def test_reward_is_taken_from_the_agent():
     async def scenario(served):
         posted = await served.post("/v1/reward", {"reward": 0.5, "steps": 3})

@@ -258,7 +258,7 @@ def test_requests_in_flight_at_the_same_time_are_in_the_order_of_their_arrival(q
 
 def test_a_request_without_an_answer_leaves_no_turn(qwen):
     qwen.record.plan(ChatRequest(messages=(user("Task"),)))
-    qwen.ask(SYSTEM, user("Task"), reply="a")
+    qwen.ask(user("Other task"), reply="a")
     assert qwen.list_branches() == [((0,), "main", "")]
 
 
