@@ -24,7 +24,7 @@ def calculator_agent() -> Controller.Config:
 
 
 def compacting_agent() -> Controller.Config:
-    """The same with five products, whose history is summed up after three turns, and a
+    """The same with four products, whose history is summed up after three turns, and a
     sub-agent.
     """
     config = _make_tiny(
@@ -33,6 +33,8 @@ def compacting_agent() -> Controller.Config:
             function="examples.agents.compacting:solve",
         )
     )
+    # Four products make a demonstration four times as long.
+    config.warmup = SupervisedWarmup.Config(num_steps=300, num_demonstrations=10)
     config.loop.groups_per_batch = 8
     return config
 
