@@ -12,8 +12,8 @@ import pytest
 
 from rl.agents.branches import list_conversations
 from rl.agents.dialects import tokens
-from rl.agents.record import EpisodeRecord
 from rl.agents.dialects.reply_reader import ParsedReply
+from rl.agents.record import EpisodeRecord
 from rl.agents.types import BadRequestError, ChatRequest, RequestError, TokenPiece
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.types import Completion, Message

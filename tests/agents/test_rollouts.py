@@ -1,0 +1,126 @@
+"""Agents against a real model in this process: rollouts with branches, their rows and logprobs."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import numpy as np
+import pytest
+
+from rl.agents.config import EndpointConfig
+from rl.agents.local import open_local_player
+from rl.agents.program import AgentProgram
+from rl.agents.rollouts import AgentEpisodes
+from rl.local import LocalBackend
+from rl.models.files.tokenizer import build_byte_tokenizer, load_tokenizer
+from rl.models.qwen3 import model_registry
+from rl.rollouts.episode import EpisodeLimits
+from rl.rollouts.renderer import RendererConfig, make_renderer
+from rl.rollouts.samples import policy_samples
+from rl.training.engine import TrainingEngine
+from rl.types import Problem, Rollout, SamplingParams
+
+PROBLEMS = [Problem(id=str(n), question="1*2 3*4 5*6 7*8 9*10", answer="2") for n in range(2)]
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes")
+    build_byte_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
+    return make_renderer(
+        RendererConfig(kind="raw"), tokenizer=tokenizer, stop_token_ids=(tokenizer.eos_token_id,)
+    )
+
+
+def play(renderer, program, use=None, *, seed=3, **limits):
+    """Play agents against a random model; return the rollouts, and the result of `use`."""
+
+    async def run():
+        config = EndpointConfig(announces_tools=False)
+        backend = LocalBackend(
+            TrainingEngine.Config(), spec=model_registry("tiny"), hf_assets_path=None, device="cpu"
+        )
+        async with (
+            backend as local,
+            open_local_player(config, program=program, renderer=renderer) as player,
+        ):
+            await local.pull(await local.push())
+            episodes = AgentEpisodes(
+                generator=local,
+                player=player,
+                limits=EpisodeLimits(timeout_s=60.0, **limits),
+                max_tokens=200,
+            )
+            sampling = SamplingParams(max_tokens=6, num_samples=2, seed=seed, stop_token_ids=(256,))
+            groups = await episodes.run(PROBLEMS, sampling=sampling)
+            return groups, None if use is None else await use(local, groups)
+
+    return asyncio.run(run())
+
+
+def test_rows_of_branches_have_the_logprobs_of_the_trainer(renderer):
+    async def compare(local, groups):
+        rollouts = [rollout for group in groups for rollout in group]
+        advantages = [np.ones(r.num_completion_tokens, np.float32) for r in rollouts]
+        rows = policy_samples(rollouts, advantages, temperature=1.0)
+        trained = await local.compute_logprobs(rows)
+        diffs = []
+        for row, logprobs_T in zip(rows, trained, strict=True):
+            diffs.append(np.abs(row.generator_logprobs - logprobs_T)[row.mask].max())
+        return rollouts, rows, max(diffs)
+
+    program = AgentProgram(function="examples.agents.compacting:solve")
+    _, (rollouts, rows, largest) = play(renderer, program, compare)
+    assert len(rows) == 3 * len(rollouts) == 12
+    assert largest <= 1e-5
+    for rollout in rollouts:
+        assert rollout.failure is None
+        assert [(b.role, b.cause) for b in rollout.branches] == [
+            ("sub-agent", ""),
+            ("main", "agent"),
+            ("main", "rewritten"),
+        ]
+        assert len(rollout.turns) == 5
+        assert rollout.state["exit_status"] == 0
+        assert len(rollout.state["value"]) == 5
+        assert rollout.turns[-1].observation.metrics["agent/requests"] == 5
+    num_trained = sum(int(row.mask.sum()) for row in rows)
+    assert num_trained == sum(rollout.num_completion_tokens for rollout in rollouts)
+
+
+def test_seed_decides_the_rollouts_also_of_agents_that_run_at_the_same_time(renderer):
+    program = AgentProgram(function="examples.agents.compacting:solve")
+
+    def list_texts(groups: list[list[Rollout]]) -> list[list[str]]:
+        return [[turn.text for turn in rollout.turns] for group in groups for rollout in group]
+
+    first, _ = play(renderer, program)
+    again, _ = play(renderer, program)
+    other, _ = play(renderer, program, seed=4)
+    assert list_texts(first) == list_texts(again) != list_texts(other)
+    assert len({str(texts) for texts in list_texts(first)}) == 4
+
+
+FAILING = {
+    "import sys; print('broken'); sys.exit(3)": r"the agent failed: exit status 3; .*'broken'",
+    "print('nothing')": r"the agent has asked the model nothing; .*'nothing'",
+}
+
+
+@pytest.mark.parametrize(("code", "reason"), FAILING.items())
+def test_agent_that_fails_is_a_failed_rollout_with_its_reason(renderer, code, reason):
+    program = AgentProgram(command=("{python}", "-c", code))
+    groups, _ = play(renderer, program)
+    for rollout in (rollout for group in groups for rollout in group):
+        assert rollout.end == "failed"
+        assert rollout.failure is not None
+        assert re.match(reason, rollout.failure, re.DOTALL), rollout.failure
+
+
+def test_limit_of_replies_ends_an_episode_that_still_counts(renderer):
+    program = AgentProgram(function="examples.agents.compacting:solve")
+    groups, _ = play(renderer, program, max_turns=2)
+    for rollout in (rollout for group in groups for rollout in group):
+        assert (rollout.end, rollout.failure, len(rollout.turns)) == ("turns", None, 2)
