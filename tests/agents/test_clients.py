@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from rl.agents.endpoint import Endpoint
-from rl.agents.episode import ClientRules
+from rl.agents.settings import ClientRules
 from tests.support.agent_endpoint import serve
 from tools.agents_contract.scripted import reply_to
 
@@ -290,7 +290,12 @@ def test_prompt_that_is_too_long_is_a_bad_request(package, ask):
 def test_ended_episode_is_a_conflict_that_no_client_repeats(package, ask, monkeypatch):
     asked = []
     find = Endpoint.find
-    monkeypatch.setattr(Endpoint, "find", lambda *given: asked.append(given) or find(*given))
+
+    def count(endpoint, key):
+        asked.append(key)
+        return find(endpoint, key)
+
+    monkeypatch.setattr(Endpoint, "find", count)
 
     async def scenario(clients):
         clients.served.endpoint.end(clients.served.episode)

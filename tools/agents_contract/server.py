@@ -12,7 +12,8 @@ import numpy as np
 
 from rl.agents.app import make_app
 from rl.agents.endpoint import Endpoint
-from rl.agents.episode import AgentEpisode, EpisodeSettings
+from rl.agents.episode import AgentEpisode
+from rl.agents.settings import EpisodeSettings
 from rl.http.server import format_url, listen, make_server
 from rl.rollouts.renderer import Renderer
 from rl.types import Completion, SamplingParams

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rl.agents.dialects.fields import check_fields, show_value
 from rl.agents.dialects.reading import (
     MAX_TOP_LOGPROBS,
     count_harmless,
@@ -19,6 +20,7 @@ from rl.agents.dialects.reading import (
     require_list,
     require_object,
 )
+from rl.agents.dialects.reply_reader import ParsedReply
 from rl.agents.dialects.writing import (
     DONE,
     describe_openai_error,
@@ -26,8 +28,6 @@ from rl.agents.dialects.writing import (
     frame_data,
     list_logprobs,
 )
-from rl.agents.dialects.fields import check_fields, show_value
-from rl.agents.dialects.reply_reader import ParsedReply
 from rl.agents.types import (
     BadRequestError,
     ChatReply,
