@@ -133,7 +133,10 @@ class EpisodeRecord:
     _replies: dict[bytes, int] = field(default_factory=dict)
     """Last turn with a reply, by the reply's digest."""
     _token_ends: dict[int, dict[bytes, int]] = field(default_factory=dict)
-    """Last turn by the number and the digest of its tokens, prompt and reply."""
+    """Last turn by the number and the digest of its tokens, prompt and reply. Filled when a prompt
+    comes as tokens, which it does in few episodes."""
+    _num_digested: int = 0
+    """Turns that `_token_ends` has."""
     _openings: dict[bytes, int] = field(default_factory=dict)
     """First turn that begins a conversation, by the digest of its opening."""
     _asked: dict[tuple[int | None, bytes], PlannedTurn] = field(default_factory=dict)
@@ -196,9 +199,6 @@ class EpisodeRecord:
         for beginnings in (plan.digests.full, plan.digests.messages, plan.digests.bare):
             (end,) = _chain(beginnings[-1], [reply])
             self._ends[end] = plan.number
-        token_ids = np.concatenate([plan.context_ids, completion.token_ids])
-        of_length = self._token_ends.setdefault(len(token_ids), {})
-        of_length[_digest_tokens(token_ids)] = plan.number
 
     @property
     def num_tokens(self) -> int:
@@ -251,6 +251,12 @@ class EpisodeRecord:
 
     def _find_beginning(self, token_ids: np.ndarray) -> int | None:
         """Return the turn with the longest conversation that tokens begin with."""
+        for recorded in itertools.islice(self.turns.values(), self._num_digested, None):
+            plan = recorded.plan
+            known = np.concatenate([plan.context_ids, recorded.turn.completion.token_ids])
+            self._token_ends.setdefault(len(known), {})[_digest_tokens(known)] = plan.number
+        self._num_digested = len(self.turns)
+
         longest, begin = None, 0
         digest = hashlib.blake2b(digest_size=16)
         for length in sorted(self._token_ends):
@@ -430,8 +436,7 @@ def _digest(value: Any) -> bytes:
 
 
 def _digest_tokens(token_ids: np.ndarray) -> bytes:
-    tokens = token_ids.astype(np.int32, copy=False).tobytes()
-    return hashlib.blake2b(tokens, digest_size=16).digest()
+    return hashlib.blake2b(token_ids.astype(np.int32).tobytes(), digest_size=16).digest()
 
 
 def _to_plain(value: Any) -> Any:

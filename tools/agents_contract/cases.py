@@ -49,7 +49,7 @@ RETRIES = {
     "retry after 500": Case(seen={"answer": ANSWER}, faults=(500,)),
     "retry after 429": Case(seen={"answer": ANSWER}, faults=(429, 429)),
     "retry while slow": Case(
-        seen={"answer": ANSWER}, delay_s=1.0, at_least={"retries": 1, "disconnects": 1}
+        seen={"answer": ANSWER}, delay_s=2.0, at_least={"retries": 1, "disconnects": 1}
     ),
 }
 ERRORS = {

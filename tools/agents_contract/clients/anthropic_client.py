@@ -121,7 +121,7 @@ def retry() -> Any:
 
 
 def slow() -> Any:
-    client = anthropic.Anthropic(timeout=0.4, max_retries=5)
+    client = anthropic.Anthropic(timeout=1.0, max_retries=5)
     return {"answer": get_text(client.messages.create(messages=USER, **OPTIONS))}
 
 

@@ -203,7 +203,7 @@ def retry() -> Any:
 
 def slow() -> Any:
     """The reply takes longer than the client waits, which then asks again."""
-    client = openai.OpenAI(timeout=0.4, max_retries=5)
+    client = openai.OpenAI(timeout=1.0, max_retries=5)
     reply = client.chat.completions.create(model="m", messages=USER)
     return {"answer": reply.choices[0].message.content}
 
@@ -211,7 +211,7 @@ def slow() -> Any:
 async def cancel() -> Any:
     async with openai.AsyncOpenAI() as client:
         try:
-            async with asyncio.timeout(0.3):
+            async with asyncio.timeout(2.0):
                 await client.chat.completions.create(model="m", messages=USER)
         except TimeoutError:
             return {"error": "TimeoutError"}
