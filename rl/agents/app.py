@@ -25,11 +25,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rl.agents.answering import Answer
 from rl.agents.branches import ROLES
 from rl.agents.dialects import chat, messages, responses, tokens
 from rl.agents.dialects.reply_reader import ParsedReply
 from rl.agents.endpoint import Endpoint
-from rl.agents.episode import AgentEpisode, Answer, RequestIdentity
+from rl.agents.episode import AgentEpisode, RequestIdentity
 from rl.agents.types import BadRequestError, ChatReply, ChatRequest, RequestError
 from rl.http.guard import AccessGuard, RefusedError
 from rl.utils.pace import Pace
@@ -75,7 +76,7 @@ class Answerer(Protocol):
 
     def mark_delivered(self, identity: RequestIdentity) -> None: ...
 
-    def count_tokens(self, request: ChatRequest) -> int: ...
+    async def count_tokens(self, request: ChatRequest) -> int: ...
 
     def list_models(self) -> list[str]: ...
 
@@ -167,9 +168,7 @@ class AgentGuard(AccessGuard):
         return self._max_body_bytes
 
     def make_refusal(self, scope: Scope, refused: RefusedError) -> Response:
-        again = 1.0 if refused.status == 429 else None
-        error = RequestError(str(refused), status=refused.status, retry_after_s=again)
-        return _make_error_response(scope["path"], error)
+        return make_refusal_response(scope["path"], refused)
 
 
 def read_key(scope: Scope) -> str:
@@ -189,10 +188,10 @@ async def _guard(request: Request, work: Callable[[], Any]) -> Response:
         response: Response = await work()
         return response
     except RequestError as error:
-        return _make_error_response(path, error)
+        return make_error_response(path, error)
     except Exception as error:
         logger.error("a request of an agent failed: %r", error, exc_info=error)
-        return _make_error_response(path, RequestError(f"the server failed: {error}", status=500))
+        return make_error_response(path, RequestError(f"the server failed: {error}", status=500))
 
 
 async def _reply(request: Request, answerer: Answerer) -> Response:
@@ -261,7 +260,7 @@ async def _wait_while_connected(request: Request, answering: asyncio.Future[Answ
 
 async def _count(request: Request, answerer: Answerer) -> Response:
     wanted = messages.read_count_request(_read_json(await request.body()))
-    return _respond(messages.make_count(answerer.count_tokens(wanted)))
+    return _respond(messages.make_count(await answerer.count_tokens(wanted)))
 
 
 async def _list_models(request: Request, answerer: Answerer) -> Response:
@@ -318,12 +317,13 @@ def _read_role(headers: Headers) -> str:
 
 
 def _strip_prefix(path: str) -> str:
-    if not path.startswith(PREFIX):
-        return path
-    return "/" + path.removeprefix(PREFIX).partition("/")[2]
+    """Return the path of a dialect in a path that has it behind a prefix."""
+    _, begin, rest = path.partition("/v1/")
+    return begin + rest if begin else path
 
 
-def _make_error_response(path: str, error: RequestError) -> Response:
+def make_error_response(path: str, error: RequestError) -> Response:
+    """Return an error in the form of the dialect that a path is of; that of OpenAI elsewhere."""
     place = _strip_prefix(path)
     dialect = messages if place.startswith("/v1/messages") else DIALECTS.get(place, chat)
     status, body = dialect.make_error(error)
@@ -334,6 +334,13 @@ def _make_error_response(path: str, error: RequestError) -> Response:
         # The clients of OpenAI and Anthropic would repeat it, but an ended episode stays ended.
         headers["x-should-retry"] = "false"
     return Response(json.dumps(body), status, headers, "application/json")
+
+
+def make_refusal_response(path: str, refused: RefusedError) -> Response:
+    """Return the guard's refusal of a request in the form of the dialect that its path is of."""
+    again = 1.0 if refused.status == 429 else None
+    error = RequestError(str(refused), status=refused.status, retry_after_s=again)
+    return make_error_response(path, error)
 
 
 async def _answer_health() -> dict[str, str]:
@@ -347,9 +354,9 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         f"{request.method} {path:.200}: the endpoint does not have this path",
         status=error.status_code,
     )
-    return _make_error_response(request.url.path, told)
+    return make_error_response(request.url.path, told)
 
 
 async def _answer_unexpected(request: Request, error: Exception) -> Response:
     logger.error("a request of an agent failed", exc_info=error)
-    return _make_error_response(request.url.path, RequestError("the server failed", status=500))
+    return make_error_response(request.url.path, RequestError("the server failed", status=500))

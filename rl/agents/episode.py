@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
-import time
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+from rl.agents.answering import (
+    Answer,
+    check_model,
+    honour_sampling,
+    make_context_error,
+    plan_turn,
+    read_answer,
+)
 from rl.agents.branches import Conversations, list_conversations
-from rl.agents.dialects.reply_reader import ParsedReply, read_reply
 from rl.agents.record import EpisodeRecord, PlannedTurn
 from rl.agents.settings import ClientRules, EpisodeSettings
-from rl.agents.types import BadRequestError, ChatReply, ChatRequest, ReplyEnd, RequestError
+from rl.agents.types import ChatRequest, RequestError
 from rl.protocols import TokenGenerator
-from rl.rollouts.control_tokens import RefusedMessageError
 from rl.rollouts.renderer import Renderer
-from rl.types import BranchRole, Completion, EndReason, SamplingParams
+from rl.types import BranchRole, EndReason, SamplingParams
 from rl.utils.pace import Pace
 
 GRACE_S = 5.0
@@ -38,14 +42,6 @@ class RequestIdentity:
     """Digest of path and body, or of the key by which the client names its request."""
     is_first_try: bool | None = None
     """True or False if the client says so; None if it does not."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Answer:
-    """A reply as tokens and text, and as the client is told."""
-
-    reply: ChatReply
-    parsed: ParsedReply
 
 
 @dataclass(kw_only=True, eq=False)
@@ -131,12 +127,9 @@ class AgentEpisode:
         """Return the turns so far, and their branches."""
         return list_conversations(self.record, trained=trained)
 
-    def count_tokens(self, request: ChatRequest) -> int:
+    async def count_tokens(self, request: ChatRequest) -> int:
         """Return the tokens of a conversation, as a reply to it would read them."""
-        try:
-            return len(self._make_record().plan(request).context_ids)
-        except RefusedMessageError as error:
-            raise BadRequestError(str(error), field="messages") from error
+        return len(plan_turn(self._make_record(), request).context_ids)
 
     def list_models(self) -> list[str]:
         """Return the model names that are accepted, or that of any."""
@@ -147,42 +140,28 @@ class AgentEpisode:
 
     async def _answer(self, request: ChatRequest, *, role: str) -> Answer:
         self.check_open()
-        self._check_model(request)
+        check_model(request, self.rules.models)
         self.counts["requests"] += 1
         if self.counts["requests"] > self.settings.max_requests:
             self._stop_at("turns", f"its {self.settings.max_requests} replies")
         self.counts.update(f"harmless/{name}" for name in request.harmless)
 
-        plan = await self._plan(request, role=role)
+        plan = plan_turn(self.record, request, role=role)
         sampling = self._choose_sampling(request, plan)
         ((completion,),) = await self.generator.generate(
             [plan.context_ids], sampling=sampling, session=self.settings.key
         )
         await self.pace.wait_for_turn()
         self.check_open()
-        answer = self._read(request, plan, completion)
+        answer = read_answer(
+            request, plan, completion, renderer=self.renderer, model=self.rules.name
+        )
         parsed = answer.parsed
         text = self.renderer.text(completion.token_ids, prompt_ids=plan.context_ids)
         self.record.add(plan, completion, text=text, told=parsed.message)
         if request.requires_call and not parsed.calls:
             self.counts["missed_calls"] += 1
         return answer
-
-    async def _plan(self, request: ChatRequest, *, role: str) -> PlannedTurn:
-        try:
-            return self.record.plan(request, role=role)
-        except RefusedMessageError as error:
-            raise BadRequestError(str(error), field="messages") from error
-
-    def _check_model(self, request: ChatRequest) -> None:
-        models = self.rules.models
-        if models and request.model not in models:
-            raise RequestError(
-                f"model {request.model!r} does not exist here: must be {' or '.join(models)}",
-                status=404,
-                code="model_not_found",
-                field="model",
-            )
 
     def _choose_sampling(self, request: ChatRequest, plan: PlannedTurn) -> SamplingParams:
         """Return the sampling of a reply; raise RequestError if there is no room for one."""
@@ -204,8 +183,7 @@ class AgentEpisode:
             )
         sampling = settings.sampling
         if self.rules.honours_sampling:
-            chosen = {name: request.asked[name] for name in _SAMPLING if name in request.asked}
-            sampling = replace(sampling, **chosen)
+            sampling = honour_sampling(sampling, request)
         return replace(
             sampling,
             num_samples=1,
@@ -230,43 +208,6 @@ class AgentEpisode:
             f"the episode has had {limit}, its limit", status=403, code="limit_reached"
         )
 
-    def _read(self, request: ChatRequest, plan: PlannedTurn, completion: Completion) -> Answer:
-        """Return the reply to a request."""
-        text = self.renderer.text(completion.token_ids, prompt_ids=plan.context_ids)
-        text, stop_text = _cut_at_stop(text, request.stop)
-        reply_id = secrets.token_hex(12)
-        parsed = read_reply(
-            text,
-            call_format=self.renderer.template.call_format,
-            reply_id=reply_id,
-            has_tools=request.has_tools,
-        )
-        end: ReplyEnd = "tool_calls" if parsed.calls else "stop"
-        if completion.is_cut_off:
-            end = "length"
-        cached = 0 if plan.parent is None else len(plan.context_ids) - len(plan.prompt_ids)
-        token_texts: tuple[str, ...] = ()
-        if "logprobs" in request.wants:
-            decode = self.renderer.tokenizer.decode
-            token_texts = tuple(decode([int(one)]) for one in completion.token_ids)
-        reply = ChatReply(
-            id=reply_id,
-            created=int(time.time()),
-            model=request.model or self.rules.name,
-            text=text,
-            end=end,
-            prompt_ids=tuple(plan.context_ids.tolist()),
-            completion=completion,
-            stop_text=stop_text,
-            cached_tokens=cached,
-            token_texts=token_texts,
-        )
-        return Answer(reply=reply, parsed=parsed)
-
-
-_SAMPLING = ("temperature", "top_p", "top_k", "seed")
-"""Fields of `SamplingParams` that a client may ask for."""
-
 
 def _may_repeat(answering: _Answering, identity: RequestIdentity) -> bool:
     """Return whether a request with the same identity gets the same reply."""
@@ -280,26 +221,3 @@ def _may_repeat(answering: _Answering, identity: RequestIdentity) -> bool:
 def _cancel_unless_awaited(answering: _Answering) -> None:
     if not answering.num_waiting and not answering.task.done():
         answering.task.cancel()
-
-
-def _cut_at_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
-    """Return a text up to the first of the stop texts, and that one."""
-    places = [(text.find(stop), stop) for stop in stops if stop in text]
-    if not places:
-        return text, None
-    place, stop = min(places)
-    return text[:place], stop
-
-
-def make_context_error(num_tokens: int, *, most: int) -> RequestError:
-    """Return the error of a conversation that leaves no room for a reply.
-
-    Agents recognise it by these words, and shorten their history.
-    """
-    return RequestError(
-        f"prompt is too long: {num_tokens} tokens > {most} maximum. This model's maximum context "
-        f"length is {most} tokens, and the messages have {num_tokens} tokens",
-        status=400,
-        code="context_length_exceeded",
-        field="messages",
-    )

@@ -20,7 +20,17 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from tinker.types.try_again_response import TryAgainResponse
 
-from rl.tinker.auth import COMPATIBLE_PATHS, KEY_HEADER, Keys, TinkerGuard
+from rl.agents.app import add_dialects, make_error_response
+from rl.agents.types import RequestError
+from rl.http.keys import Keys
+from rl.tinker.auth import (
+    ANTHROPIC_PREFIX,
+    CHAT_PATHS,
+    COMPATIBLE_PATHS,
+    KEY_HEADER,
+    OPENAI_PREFIX,
+    TinkerGuard,
+)
 from rl.tinker.service.service import Service
 from rl.tinker.types import TinkerError
 from rl.tinker.wire.codec import PROTOBUF
@@ -125,6 +135,11 @@ def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> 
     router = APIRouter()
     _add_calls(router, service)
     app.include_router(router, prefix=API_PREFIX, dependencies=[Security(_key)])
+    chats = APIRouter()
+    add_dialects(chats, find=service.chats.find)
+    for prefix in (OPENAI_PREFIX, ANTHROPIC_PREFIX):
+        # Their APIs are described elsewhere.
+        app.include_router(chats, prefix=prefix, include_in_schema=False)
 
     @cache
     def description() -> Response:
@@ -172,17 +187,19 @@ def _describe(item: Mapping[str, Any]) -> str:
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if request.url.path.startswith(COMPATIBLE_PATHS):
+    path = request.url.path
+    if path.startswith(CHAT_PATHS):
+        text = f"{request.method} {path:.200}: this server does not have this path"
+        return make_error_response(path, RequestError(text, status=error.status_code))
+    if path.startswith(COMPATIBLE_PATHS):
         return _answer(
             404,
-            f"{request.method} {request.url.path:.200}: this server does not have the APIs of "
-            "other clients (OpenAI's, Anthropic's); sample with the client tinker: "
-            "ServiceClient(...).create_sampling_client(...)",
+            f"{request.method} {path:.200}: this server does not have this path; the APIs of "
+            f"OpenAI's clients are under {OPENAI_PREFIX}/v1, those of Anthropic's under "
+            f"{ANTHROPIC_PREFIX}",
         )
     if error.status_code == 404:  # no route; missing objects are NotFoundErrors
-        return _answer(
-            400, f"{request.method} {request.url.path:.200}: this server does not support this call"
-        )
+        return _answer(400, f"{request.method} {path:.200}: this server does not support this call")
     return _answer(error.status_code, str(error.detail), error.headers)
 
 

@@ -22,10 +22,12 @@ from pathlib import Path
 from rl.config.configurable import Configurable
 from rl.config.registry import RunRequest
 from rl.config.tree import check_bounds
+from rl.http.keys import Keys, read_keys
 from rl.http.server import format_url, listen, make_server, raise_open_files
 from rl.observability.console import print_line
+from rl.rollouts.renderer import RendererConfig
 from rl.tinker.app import make_app
-from rl.tinker.auth import KEY_PREFIX, Keys, read_keys
+from rl.tinker.auth import ANTHROPIC_PREFIX, KEY_PREFIX, OPENAI_PREFIX
 from rl.tinker.backend import TinkerBackend
 from rl.tinker.compat import end_by_signal
 from rl.tinker.service.service import Service
@@ -71,6 +73,8 @@ class TinkerServer(Configurable):
         """File with one API key per line, readable by its owner only."""
         limits: Limits = field(default_factory=lambda: Limits(session_timeout_s=600.0))
         """Limits on the work and the state of one API key."""
+        renderer: RendererConfig = field(default_factory=RendererConfig)
+        """How conversations of OpenAI's and Anthropic's clients are written for the base model."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "port", at_least=0, at_most=65_535)
@@ -82,7 +86,7 @@ class TinkerServer(Configurable):
         public.
         """
         self._config = config
-        self._keys = read_keys(config.keys_file)
+        self._keys = read_keys(config.keys_file, prefix=KEY_PREFIX)
         if not is_loopback(config.host) and not self._keys.configured:
             raise ValueError(
                 f"host={config.host!r}: can be reached from other machines, so API keys are "
@@ -101,7 +105,12 @@ class TinkerServer(Configurable):
         # First what fails at once, then the model, which may load for minutes.
         with lock_storage(folder), listen(config.host, config.port) as listener:
             backend = config.backend.build()
-            service = Service(backend=backend, storage_folder=folder, limits=config.limits)
+            service = Service(
+                backend=backend,
+                storage_folder=folder,
+                limits=config.limits,
+                renderer=config.renderer,
+            )
             if not is_loopback(config.host):
                 _warn(f"{config.host} speaks plain HTTP: put TLS in front of it")
             if not self._keys.configured:
@@ -116,6 +125,8 @@ class TinkerServer(Configurable):
             base = backend.base_model
             aliases = f", also as {', '.join(base.aliases)}" if base.aliases else ""
             print_line(f"serving the Tinker API at {url}\nbase model: {base.name}{aliases}")
+            print_line(f"for OpenAI's clients: {url}{OPENAI_PREFIX}/v1")
+            print_line(f"for Anthropic's clients: {url}{ANTHROPIC_PREFIX}")
 
         memory = asyncio.create_task(give_back_memory(service))
         with _stop_on_signals() as stop:

@@ -23,9 +23,10 @@ import pytest
 from starlette.responses import Response
 from tinker.proto import tinker_public_pb2 as pb
 
+from rl.http.keys import Keys
 from rl.http.server import listen
 from rl.tinker import http_server
-from rl.tinker.auth import Keys, TinkerGuard
+from rl.tinker.auth import TinkerGuard
 from rl.tinker.base_model import BaseModelFolder
 from rl.tinker.http_server import TinkerServer, lock_storage, serve
 from rl.tinker.local import LocalTinkerBackend

@@ -25,9 +25,9 @@ from fastapi import FastAPI
 from tinker import types as wire
 from tinker.proto import tinker_public_pb2 as pb
 
+from rl.http.keys import Keys
 from rl.models.lora import LoRA
 from rl.tinker.app import make_app
-from rl.tinker.auth import Keys
 from rl.tinker.service.futures import Result
 from rl.tinker.service.service import Service
 from rl.tinker.types import (

@@ -10,7 +10,8 @@ from starlette.responses import Response
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from rl.http.guard import Shares
-from rl.tinker.auth import Keys, TinkerGuard, read_keys
+from rl.http.keys import Keys, read_keys
+from rl.tinker.auth import KEY_PREFIX, TinkerGuard
 from rl.tinker.service.futures import REQUEST_BYTES
 from rl.tinker.types import Limits
 from rl.tinker.wire.codec import PROTOBUF
@@ -61,7 +62,7 @@ def test_each_key_has_an_owner_that_hides_it(tmp_path):
 )
 def test_unsafe_key_is_refused_and_not_shown(tmp_path, text, mode, said):
     with pytest.raises(ValueError, match="keys_file=") as error:
-        read_keys(write(tmp_path, text, mode))
+        read_keys(write(tmp_path, text, mode), prefix=KEY_PREFIX)
     assert said in str(error.value)
     assert not any(line in str(error.value) for line in text.splitlines())
     with pytest.raises(ValueError, match=r"none.: .*No such file"):
@@ -143,9 +144,13 @@ def test_paths_of_other_clients_take_the_key_as_these_clients_send_it():
     statuses = [ask(ALICE).status_code, ask(BOB).status_code, ask(ALICE, kind="Basic").status_code]
     assert statuses == [200, 401, 401]
     assert ask(ALICE, path="/v1/models").status_code == 200
-    assert ask(BOB).json() == {
-        "detail": "Authorization: Bearer: must be an API key that this server knows"
+    refused = "Authorization: Bearer: must be an API key that this server knows"
+    assert ask(BOB).json()["error"]["message"] == refused
+    assert ask(BOB, path="/anthropic/api/v1/messages").json() == {
+        "type": "error",
+        "error": {"type": "authentication_error", "message": refused},
     }
+    assert ask(BOB, path="/v1/models").json() == {"detail": refused}
     assert ask(ALICE, path="/api/v1/checkpoints").status_code == 401
 
 
@@ -261,11 +266,15 @@ async def test_malformed_fields_and_unsupported_calls_are_named(client):
 
 
 @service_test(virtual=False)
-async def test_apis_of_other_clients_are_named_as_not_supported(client):
-    for path in ("oai/api/v1/chat/completions", "anthropic/api/v1/messages", "v1/chat/completions"):
-        answer = await client.post(f"http://127.0.0.1/{path}", {"model": "tiny"})
-        assert answer.status_code == 404
-        assert f"POST /{path}: this server does not have the APIs of other clients" in answer.text
+async def test_paths_without_the_prefix_of_an_api_name_the_prefixes(client):
+    answer = await client.post("http://127.0.0.1/v1/chat/completions", {"model": "tiny"})
+    assert answer.status_code == 404
+    assert "POST /v1/chat/completions: this server does not have this path" in answer.text
+    assert "under /oai/api/v1, those of Anthropic's under /anthropic/api" in answer.text
+    # Below the prefixes errors have the form that their clients read.
+    answer = await client.post("http://127.0.0.1/oai/api/v1/embeddings", {})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "not_found_error"
 
 
 @service_test(virtual=False, poll_s=5.0)

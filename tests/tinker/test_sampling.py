@@ -194,7 +194,7 @@ def test_call_is_translated_with_its_defaults():
     ("tokens", "fields", "said"),
     [
         ([], {}, "prompt: has 0 tokens: must be 1 to 99"),
-        ([1] * 100, {}, "prompt: has 100 tokens: must be 1 to 99; the model's context has 100"),
+        ([1] * 100, {}, "prompt is too long: 100 tokens > 99 maximum; the model's context has 100"),
         ([1, 1000], {}, "prompt: has token id 1000: must be 0 to 999"),
         ([-1], {}, "prompt: has token id -1: must be 0 to 999"),
         ([1], {"num_samples": 0}, "num_samples=0: must be 1 to 1024"),

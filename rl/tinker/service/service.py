@@ -27,7 +27,9 @@ from tinker import types as wire
 from tinker.types.try_again_response import TryAgainResponse
 
 from rl.http.guard import limit_connections
+from rl.rollouts.renderer import RendererConfig
 from rl.tinker.backend import TinkerBackend
+from rl.tinker.service.chat import Chats
 from rl.tinker.service.futures import Background, Futures, Result
 from rl.tinker.service.sampling import OpenWeights, SamplingSessions
 from rl.tinker.service.sessions import Sessions
@@ -57,8 +59,10 @@ class Service:
         backend: TinkerBackend,
         storage_folder: str | Path,
         limits: Limits | None = None,
+        renderer: RendererConfig | None = None,
         wall_time_s: Callable[[], float] = time.time,
     ) -> None:
+        """`renderer` writes the conversations of other APIs' clients for the base model."""
         self.limits = limits = limits or Limits()
         self._backend = backend
         self._storage = storage = Storage(storage_folder, wall_time_s=wall_time_s)
@@ -86,6 +90,12 @@ class Service:
             limits=limits,
             wall_time_s=wall_time_s,
         )
+        self.chats = Chats(
+            backend=backend,
+            storage=storage,
+            weights=self.sampling.weights,
+            renderer=renderer or RendererConfig(),
+        )
         self.runs = Runs(storage=storage, sessions=sessions, sampling=self.sampling)
 
     async def start(self) -> None:
@@ -99,11 +109,12 @@ class Service:
     @property
     def has_work(self) -> bool:
         """True while a request waits for its result."""
-        return self._futures.has_work
+        return self._futures.has_work or self.chats.has_work
 
     def stop_waiting(self) -> None:
         """End the waits for results with a GoneError, and accept no more requests. Idempotent."""
         self._futures.close()
+        self.chats.end_samples()
 
     async def close(self) -> None:
         """End all sessions, then the backend, within four times `CLOSE_TIMEOUT_S`.
@@ -113,6 +124,7 @@ class Service:
         # by calls to it.
         self.stop_waiting()
         self.sessions.close()
+        self.chats.close()
         await self._background.close(CLOSE_TIMEOUT_S)
         try:
             async with asyncio.timeout(2 * CLOSE_TIMEOUT_S):

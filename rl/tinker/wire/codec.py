@@ -396,11 +396,14 @@ def _read_prompt(body: wire.SampleRequest, base: BaseModelInfo) -> np.ndarray:
     # A prompt that fills the context can be scored, but not continued.
     asks_prompt = body.prompt_logprobs or body.topk_prompt_logprobs > 0
     longest = base.max_context_length if asks_prompt else base.max_context_length - 1
-    if not 1 <= len(tokens) <= longest:
+    if len(tokens) > longest:
+        # Agents and the cookbook's proxy recognise these words, and shorten their history.
         raise InvalidRequestError(
-            f"prompt: has {len(tokens)} tokens: must be 1 to {longest}; the model's context has "
-            f"{base.max_context_length}"
+            f"prompt is too long: {len(tokens)} tokens > {longest} maximum; the model's context "
+            f"has {base.max_context_length}"
         )
+    if not tokens:
+        raise InvalidRequestError(f"prompt: has 0 tokens: must be 1 to {longest}")
     # As objects: an integer of the wire may not fit into 64 bits.
     check_ids(np.array(tokens, object), base.vocab_size, where="prompt")
     return np.array(tokens, np.int32)
