@@ -40,7 +40,7 @@ from rl.tinker.types import (
 )
 from rl.tinker.wire.codec import PROTOBUF
 from rl.trainer_types import OptimParams
-from rl.types import TrainingSample
+from rl.types import Completion, TrainingSample
 from tests.support.virtual_time import run_in_virtual_time
 
 T = TypeVar("T")
@@ -169,9 +169,11 @@ class FakeBackend:
         try:
             self.calls.append(f"sample {version}")
             await self._wait_or_fail("sample")
-            token_ids = np.array([round(self.published[version])])
-            one: Any = SimpleNamespace(
-                token_ids=token_ids, logprobs=np.zeros(1), finish_reason="stop"
+            one = Completion(
+                token_ids=np.array([round(self.published[version])], np.int32),
+                logprobs=np.zeros(1, np.float32),
+                policy_versions=np.array([version], np.int32),
+                finish_reason="stop",
             )
             return SampleOutput(completions=(one,) * request.sampling.num_samples, of_prompt=None)
         finally:
@@ -242,6 +244,14 @@ class Client:
             transport=transport, base_url="http://127.0.0.1/api/v1/"
         ) as http:
             return await http.post(path, content=content, headers=headers)
+
+    async def get(self, path: str) -> httpx.Response:
+        """Call the HTTP application without a body."""
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1/api/v1/"
+        ) as http:
+            return await http.get(path, headers={"x-api-key": KEYS[self.owner]})
 
     async def retrieved(self, request_id: str) -> httpx.Response:
         return await self.post("retrieve_future", {"request_id": request_id})
