@@ -89,8 +89,8 @@ SUBCOMMANDS = {
         place="rl.timeline:main",
     ),
     "serve": Subcommand(
-        title="serve the Tinker API",
-        usage="relay serve --config tiny --port 8000",
+        title="serve a run's model to OpenAI's and Anthropic's clients, or the Tinker API",
+        usage="relay serve outputs/A [--step N], or relay serve --config tiny --port 8000",
         place="relay.command:serve",
     ),
     "push": Subcommand(
@@ -182,9 +182,12 @@ def explain(argv: Sequence[str]) -> int:
 
 
 def serve(argv: Sequence[str]) -> int:
-    """Serve the Tinker API."""
+    """Serve the run whose folder is the first argument, or without one the Tinker API."""
     from rl.config.cli import main as serve_config
 
+    if argv and not argv[0].startswith("-"):
+        serve_run: Callable[[Sequence[str]], int] = importlib.import_module("rl.serve").main
+        return serve_run(argv)
     return serve_config(
         argv, default_module="configs.tinker", default_config="tiny", prog="relay serve"
     )

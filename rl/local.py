@@ -52,7 +52,7 @@ from rl.utils.threads import WorkerThread
 ResultT = TypeVar("ResultT")
 
 GATHER_S = 0.005
-"""Seconds that a call of `generate` waits for others to join it, with several models."""
+"""Seconds that a call of `generate` waits for others to join it, where calls are gathered."""
 
 
 class LocalBackend(EngineClient):
@@ -72,13 +72,15 @@ class LocalBackend(EngineClient):
         hf_assets_path: str | None,
         device: torch.device | str | None = None,
         models: bool = False,
+        gathers: bool = False,
     ) -> None:
         """Take the arguments of `TrainingEngine`.
 
         Args:
             models: have models by id (`rl.training.models_by_id`), none at the start. Published
-                adapters are not merged, and calls of `generate` that come within `GATHER_S` are
-                answered together.
+                adapters are not merged, and `gathers` is set.
+            gathers: answer calls of `generate` together that come within `GATHER_S`, or while
+                another one is answered.
 
         Raises:
             ValueError: the engine refuses the config, or this process is one of several.
@@ -93,6 +95,7 @@ class LocalBackend(EngineClient):
         self.threads = {"trainer": WorkerThread("trainer"), "generator": WorkerThread("generator")}
         self._closed = threading.Event()
         self._has_models = models
+        self._gathers = models or gathers
         self.num_sequences = 0
         """Sequences that several owners of models draw at once: the sampler draws one group after
         another.
@@ -225,7 +228,7 @@ class LocalBackend(EngineClient):
         """Draw a call's completions from where it is."""
         interruption, num_tokens = self._num_interruptions, call.num_drawn
         try:
-            if self._has_models:
+            if self._gathers:
                 self._calls.waiting.append(call)
                 # Also where no call can join, so that calls keep their order.
                 await asyncio.sleep(GATHER_S)
@@ -234,7 +237,7 @@ class LocalBackend(EngineClient):
             call.cancelled.set()
             raise
         finally:
-            if self._has_models:
+            if self._gathers:
                 self._calls.waiting.remove(call)
         if call.completions is None:
             return Interrupted(

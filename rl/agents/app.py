@@ -107,9 +107,7 @@ def make_app(
     router.add_route("/v1/reward", post_reward, methods=["POST"])
     app.include_router(router)
     app.include_router(router, prefix=f"{PREFIX}{{key}}")
-    app.add_api_route(HEALTH, _answer_health, methods=["GET"])
-    app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(Exception, _answer_unexpected)
+    add_common(app)
     app.add_middleware(AgentGuard, endpoint=endpoint, hosts=hosts, max_body_bytes=max_body_bytes)
     return app
 
@@ -130,6 +128,13 @@ def add_dialects(router: APIRouter, *, find: Callable[[Request], Answerer]) -> N
         router.add_route(path, reply, methods=["POST"])
     router.add_route("/v1/messages/count_tokens", count, methods=["POST"])
     router.add_route("/v1/models", list_models, methods=["GET"])
+
+
+def add_common(app: FastAPI) -> None:
+    """Add the health check, and the errors of requests that reach no dialect, in its form."""
+    app.add_api_route(HEALTH, _answer_health, methods=["GET"])
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(Exception, _answer_unexpected)
 
 
 class AgentGuard(AccessGuard):

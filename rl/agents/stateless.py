@@ -51,6 +51,8 @@ class ChatModel:
     """Thread in which conversations are rendered: a long one takes a second or more."""
     max_context: int
     """Most tokens of a conversation with its reply."""
+    announces_tools: bool = True
+    """Tell the model which tools a client offers."""
     thinks: bool = True
     """Value of the renderer's option `thinking`."""
     min_temperature: float = 1e-30
@@ -103,9 +105,10 @@ class StatelessAnswerer:
 
     async def _plan(self, request: ChatRequest) -> PlannedTurn:
         # A record of nothing but this request: its messages are rendered from the first one on.
-        record = EpisodeRecord(renderer=self.model.renderer)
+        model = self.model
+        record = EpisodeRecord(renderer=model.renderer, announces_tools=model.announces_tools)
         async with self.turn():
-            return await self.model.thread.run(plan_turn, record, request)
+            return await model.thread.run(plan_turn, record, request)
 
     def _choose_sampling(self, request: ChatRequest, *, num_context: int) -> SamplingParams:
         """Return the sampling that the client asks for; raise RequestError without room for it."""

@@ -12,6 +12,8 @@ import stat
 from collections.abc import Collection
 from pathlib import Path
 
+from rl.utils.proxies import is_loopback
+
 MAX_LENGTH = 4096
 """Bytes of the longest key."""
 LEAST_RANDOM = 16
@@ -74,6 +76,15 @@ def read_keys(file: str | None, *, prefix: str = "") -> Keys:
         return Keys([text for text in texts if text], prefix=prefix)
     except (OSError, ValueError) as error:
         raise ValueError(f"keys_file={file!r}: {error}") from None
+
+
+def check_reach(host: str, keys: Keys) -> None:
+    """Raise ValueError for a server that other machines reach without a key."""
+    if not is_loopback(host) and not keys.configured:
+        raise ValueError(
+            f"host={host!r}: can be reached from other machines, so API keys are needed; give "
+            "keys_file, or listen on 127.0.0.1"
+        )
 
 
 def _hash_owner(key: bytes) -> str:

@@ -4,10 +4,9 @@ reason.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from tinker import _base_client
 
@@ -40,8 +39,3 @@ def call_before_threads_end(function: Callable[[], object]) -> None:
     `atexit` comes after that, when `asyncio.to_thread` cannot be used any more.
     """
     threading._register_atexit(function)  # type: ignore[attr-defined]
-
-
-def end_by_signal(number: int) -> NoReturn:
-    """End this process at once with the exit status of a signal, without any clean-up."""
-    os._exit(128 + number)

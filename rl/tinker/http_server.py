@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import gc
 import secrets
 import socket
@@ -22,19 +21,19 @@ from pathlib import Path
 from rl.config.configurable import Configurable
 from rl.config.registry import RunRequest
 from rl.config.tree import check_bounds
-from rl.http.keys import Keys, read_keys
+from rl.http.keys import Keys, check_reach, read_keys
 from rl.http.server import format_url, listen, make_server, raise_open_files
+from rl.http.signals import END_TIMEOUT_S, stop_on_signals
 from rl.observability.console import print_line
 from rl.rollouts.renderer import RendererConfig
 from rl.tinker.app import make_app
 from rl.tinker.auth import ANTHROPIC_PREFIX, KEY_PREFIX, OPENAI_PREFIX
 from rl.tinker.backend import TinkerBackend
-from rl.tinker.compat import end_by_signal
 from rl.tinker.service.service import Service
 from rl.tinker.types import Limits
 from rl.utils.files import hold_folder_lock
 from rl.utils.printing import print_error
-from rl.utils.processes import give_back_freed_memory, handle_end_signals
+from rl.utils.processes import give_back_freed_memory
 from rl.utils.proxies import LOOPBACK_NAMES, is_loopback
 
 KEY_FILE = ".api_key"
@@ -44,8 +43,6 @@ ANY_KEY = (
 )
 MEMORY_S = 10.0
 """Time between two looks whether freed memory can be given back."""
-END_TIMEOUT_S = 40.0
-"""Time from the stop signal to the forced end of the process."""
 
 
 class TinkerServer(Configurable):
@@ -87,11 +84,7 @@ class TinkerServer(Configurable):
         """
         self._config = config
         self._keys = read_keys(config.keys_file, prefix=KEY_PREFIX)
-        if not is_loopback(config.host) and not self._keys.configured:
-            raise ValueError(
-                f"host={config.host!r}: can be reached from other machines, so API keys are "
-                "needed; give keys_file, or listen on 127.0.0.1"
-            )
+        check_reach(config.host, self._keys)
 
     def run(self) -> None:
         """Serve until a signal arrives.
@@ -129,7 +122,7 @@ class TinkerServer(Configurable):
             print_line(f"for Anthropic's clients: {url}{ANTHROPIC_PREFIX}")
 
         memory = asyncio.create_task(give_back_memory(service))
-        with _stop_on_signals() as stop:
+        with stop_on_signals() as stop:
             await serve(
                 service,
                 listener,
@@ -276,26 +269,3 @@ async def give_back_memory(service: Service) -> None:
         if not service.has_work:
             gc.collect()
             await asyncio.to_thread(give_back_freed_memory)
-
-
-@contextlib.contextmanager
-def _stop_on_signals() -> Iterator[asyncio.Event]:
-    """Yield an event that the first of `END_SIGNALS` sets.
-
-    A process that does not end in time prints its stacks and exits; a second signal ends it at
-    once, as `kill -9` does.
-    """
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    is_asked = False
-
-    def handle(number: int) -> None:
-        nonlocal is_asked
-        if is_asked:
-            end_by_signal(number)
-        is_asked = True
-        # This handler may run between any two lines of the loop's own thread.
-        loop.call_soon_threadsafe(stop.set)
-        faulthandler.dump_traceback_later(END_TIMEOUT_S, exit=True)
-
-    with handle_end_signals(handle, loop=loop):
-        yield stop
