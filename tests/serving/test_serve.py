@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import anthropic
 import httpx
@@ -19,7 +20,7 @@ from tests.support.trained_runs import make_trained_run, set_status
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[2]
-HI = [{"role": "user", "content": "Hi"}]
+HI: Any = [{"role": "user", "content": "Hi"}]
 KEY = "a-key-of-sixteen-letters"
 
 
@@ -40,6 +41,8 @@ def serving(run, *options, status=0):
         text=True,
         preexec_fn=restore_ctrl_c,
     )
+    assert process.stdout is not None
+    assert process.stderr is not None
     try:
         lines = [process.stdout.readline() for _ in range(3)]
         assert "http://" in lines[0], process.stderr.read()
@@ -80,7 +83,7 @@ def test_last_weights_answer_both_clients_under_all_prefixes(run):
                 message = client.messages.create(
                     model="digits", messages=HI, max_tokens=8, extra_body={"temperature": 0}
                 )
-                texts.add(message.content[0].text)
+                texts.add("".join(getattr(block, "text", "") for block in message.content))
         assert len(texts) == 1
 
 

@@ -253,4 +253,3 @@ def test_each_owner_waits_for_one_conversation_of_another(tokenizer):
         assert order == [(ME, 0), (ME, 1), (YOU, 0), (ME, 2)]
 
     run(scenario)
-

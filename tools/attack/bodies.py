@@ -19,6 +19,12 @@ LISTS = (
     "training_runs?limit=1000&offset=0",
     "checkpoints?limit=1000&offset=0",
 )
+CHAT, RESPONSES, MESSAGES, COUNT = (
+    "/oai/api/v1/chat/completions",
+    "/oai/api/v1/responses",
+    "/anthropic/api/v1/messages",
+    "/anthropic/api/v1/messages/count_tokens",
+)
 WRONG_VALUES: tuple[Any, ...] = (
     None,
     True,
@@ -76,6 +82,21 @@ def sample(sampler_id: str, seq_id: int, *, tokens: int = 1, samples: int = 1) -
     }
 
 
+def converse(model: str, *, text: str = "Hi") -> dict[str, dict[str, Any]]:
+    """Return a request for a reply of one token by its path, for each API of other clients."""
+    messages = [{"role": "user", "content": text}]
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    return {
+        CHAT: {
+            "model": model, "messages": messages, "max_tokens": 1,
+            "tools": [{"type": "function", "function": tool}],
+        },
+        RESPONSES: {"model": model, "input": text, "max_output_tokens": 1},
+        MESSAGES: {"model": model, "messages": messages, "max_tokens": 1},
+        COUNT: {"model": model, "messages": messages},
+    }  # fmt: skip
+
+
 def gradient(
     model_id: str, seq_id: int, *, num_data: int = 1, num_tokens: int = 8
 ) -> pb.ForwardBackwardRequest:
@@ -116,6 +137,7 @@ class Attacker:
             FOREIGN: (15, self._another_key),
             "lists": (2, self._lists),
             "samples of one token": (12, self._samples),
+            "conversations": (6, self._conversations),
             "sessions and models": (5, self._creations),
             "training": (5, self._training),
         }
@@ -217,7 +239,13 @@ class Attacker:
         """Return every call of the API that takes an id or a path, with those of the other key, by
         a name.
         """
-        return self._of_sessions() | self._of_models() | self._of_weights() | self._of_runs()
+        return (
+            self._of_sessions()
+            | self._of_models()
+            | self._of_weights()
+            | self._of_runs()
+            | self._of_conversations()
+        )
 
     def _of_sessions(self) -> dict[str, Call]:
         him, number = self._foreign, self._number()
@@ -270,6 +298,11 @@ class Attacker:
             "weights_info": self._json("weights_info", {"tinker_path": him.checkpoint}),
         }
 
+    def _of_conversations(self) -> dict[str, Call]:
+        """Talk to the other key's weights."""
+        bodies = converse(self._foreign.sampler_checkpoint)
+        return {path: self._json(path, body) for path, body in bodies.items()}
+
     def _of_runs(self) -> dict[str, Call]:
         run, kind, name = self._foreign.checkpoint.removeprefix("tinker://").split("/")
         checkpoint = f"training_runs/{run}/checkpoints/{kind}/{name}"
@@ -288,6 +321,18 @@ class Attacker:
 
     def _samples(self) -> Call:
         return _json("asample", sample(self._own.sampler_id, self._number()), key=self._key)
+
+    def _conversations(self) -> Call:
+        """Talk to a model of this key: as clients do, with wrong values, or at great length."""
+        model = self._random.choice(("tiny", self._own.sampler_checkpoint, "unknown", "tinker://"))
+        length = self._random.choice((2, 2, 2, 500, 1_500_000))
+        path, body = self._random.choice([*converse(model, text="x" * length).items()])
+        kind = self._random.randrange(3)
+        if kind == 1:
+            body[self._random.choice([*body, "unknown"])] = self._random.choice(WRONG_VALUES)
+        if kind == 2 and length < 1000:
+            return Call(path=path, body=self._mutated(json.dumps(body).encode()), key=self._key)
+        return self._json(path, body)
 
     def _creations(self) -> Call:
         session = {"tags": [], "user_metadata": {}, "sdk_version": "1"}
