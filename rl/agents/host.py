@@ -36,9 +36,17 @@ KEPT_OUTPUT = 16_384
 
 
 class Agents(Protocol):
-    """Something that plays agents, such as `rl.agents.plays.process.AgentProcess`."""
+    """Something that plays agents: `rl.agents.plays.process.AgentProcess`, or
+    `rl.agents.in_loop.LoopAgents`.
+    """
+
+    async def start(self) -> None: ...
 
     async def play(self, spec: AgentSpec) -> AgentResult: ...
+
+    async def close(self) -> None:
+        """End all agents. Idempotent."""
+        ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -123,14 +131,20 @@ async def open_host(
     program: AgentProgram,
     renderer: Renderer,
     generator: TokenGenerator,
+    agents: Agents | None = None,
 ) -> AsyncIterator[AgentHost]:
     """Start the endpoint's server in this event loop, and the process of the agents.
+
+    Args:
+        agents: what plays the agents, started and closed by the host; None: a process.
 
     Raises ValueError if the address is unavailable, RunError if the agent's function cannot be
     loaded.
     """
     endpoint = Endpoint(generator=generator, renderer=renderer, rules=config.rules)
-    agents = AgentProcess(program.function or None, import_timeout_s=config.import_timeout_s)
+    if agents is None:
+        function = program.function or None
+        agents = AgentProcess(function, import_timeout_s=config.import_timeout_s)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(agents.close)
         await agents.start()

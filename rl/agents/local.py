@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
 
 from rl.agents.config import EndpointConfig
-from rl.agents.host import AgentHost, open_host
+from rl.agents.host import AgentHost, Agents, open_host
 from rl.agents.program import AgentProgram
 from rl.agents.settings import EpisodeSettings
 from rl.agents.types import PlayedEpisode
@@ -33,9 +34,10 @@ class GeneratorByKey:
 class LocalPlayer:
     """An `rl.agents.rollouts.AgentPlayer` whose endpoint runs in this event loop."""
 
-    def __init__(self, host: AgentHost, generators: GeneratorByKey) -> None:
+    def __init__(self, host: AgentHost, generators: GeneratorByKey, *, max_running: int) -> None:
         self.host = host
         self._generators = generators
+        self._slots = asyncio.Semaphore(max_running)
 
     async def play(
         self,
@@ -47,16 +49,21 @@ class LocalPlayer:
     ) -> PlayedEpisode:
         self._generators.by_key[settings.key] = generator
         try:
-            return await self.host.play(problem, settings=settings, time_limit_s=time_limit_s)
+            async with self._slots:
+                return await self.host.play(problem, settings=settings, time_limit_s=time_limit_s)
         finally:
             del self._generators.by_key[settings.key]
 
 
 @asynccontextmanager
 async def open_local_player(
-    config: EndpointConfig, *, program: AgentProgram, renderer: Renderer
+    config: EndpointConfig,
+    *,
+    program: AgentProgram | None = None,
+    renderer: Renderer,
+    agents: Agents | None = None,
 ) -> AsyncIterator[LocalPlayer]:
-    """Start endpoint and agents; raises as `open_host`.
+    """Start endpoint and agents, which are a program or functions; raises as `open_host`.
 
     Example:
         async with open_local_player(config, program=program, renderer=renderer) as player:
@@ -64,5 +71,12 @@ async def open_local_player(
             groups = await episodes.run(problems, sampling=sampling)
     """
     generators = GeneratorByKey()
-    async with open_host(config, program=program, renderer=renderer, generator=generators) as host:
-        yield LocalPlayer(host, generators)
+    opening = open_host(
+        config,
+        program=program or AgentProgram(),
+        renderer=renderer,
+        generator=generators,
+        agents=agents,
+    )
+    async with opening as host:
+        yield LocalPlayer(host, generators, max_running=config.max_running)
