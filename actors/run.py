@@ -150,10 +150,10 @@ async def start_actors(
                     )
                 print_line(cluster.network)
                 rewards = open_rewarder(cluster.reward, config=config.reward, rubric=rubric)
-                async with (
-                    rewards as rewarder,
-                    open_player(cluster.agents, config.agents) as agents,
-                ):
+                player = open_player(
+                    cluster.agents, config.agents, task=plan.task, renderer=plan.renderer
+                )
+                async with rewards as rewarder, player as agents:
                     yield Run(
                         config=config,
                         plan=plan,

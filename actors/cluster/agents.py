@@ -1,4 +1,6 @@
-"""Client of a run's agents' actor, which implements `rl.agents.rollouts.AgentPlayer` by calls."""
+"""Players of a run's agents (`rl.agents.rollouts.AgentPlayer`): the task's own, or the client of
+the agents' actor.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,12 @@ from actors.agents import AgentEndpoint
 from actors.cluster.group import ActorGroup
 from actors.launch.calls import ActorLostError
 from rl.agents.queue import GATHER_S, GenerateAnswer, GenerateCall
+from rl.agents.rollouts import AgentPlayer, PlayedTask
 from rl.agents.settings import EpisodeSettings
 from rl.agents.types import PlayedEpisode
 from rl.protocols import TokenGenerator
+from rl.rollouts.renderer import Renderer
+from rl.tasks.task import Task
 from rl.types import Problem
 
 logger = logging.getLogger(__name__)
@@ -159,9 +164,20 @@ class AgentClient:
 
 @asynccontextmanager
 async def open_player(
-    group: ActorGroup | None, config: AgentEndpoint.Config | None
-) -> AsyncIterator[AgentClient | None]:
-    """Yield the player of the agents' actor, and answer its calls meanwhile; None without one."""
+    group: ActorGroup | None,
+    config: AgentEndpoint.Config | None,
+    *,
+    task: Task,
+    renderer: Renderer,
+) -> AsyncIterator[AgentPlayer | None]:
+    """Yield the task's own player, or that of the agents' actor, and answer its calls meanwhile.
+
+    Yields None for a task without agents.
+    """
+    if isinstance(task, PlayedTask):
+        async with task.open_player(renderer=renderer) as player:
+            yield player
+        return
     if group is None or config is None:
         yield None
         return

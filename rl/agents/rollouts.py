@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from rl.agents.settings import EpisodeSettings
 from rl.agents.types import PlayedEpisode
 from rl.protocols import TokenGenerator
 from rl.rollouts.episode import EpisodeLimits
+from rl.rollouts.renderer import Renderer
 from rl.types import (
     Completion,
     Observation,
@@ -49,6 +51,15 @@ class AgentPlayer(Protocol):
 
         An agent that fails gives an episode with its failure.
         """
+        ...
+
+
+@runtime_checkable
+class PlayedTask(Protocol):
+    """A task that brings the player of its episodes, such as agents in the controller's process."""
+
+    def open_player(self, *, renderer: Renderer) -> AbstractAsyncContextManager[AgentPlayer]:
+        """Start what plays the episodes, and end it with the block."""
         ...
 
 
