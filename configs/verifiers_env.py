@@ -25,6 +25,4 @@ def _set_task(config: Controller.Config) -> Controller.Config:
     )
     # Environments may have several turns, and Qwen3's own template would not keep their tokens.
     config.renderer = RendererConfig(kind="qwen3")
-    # The first replies wait for the environment's tool servers to start.
-    config.loop.episode.step_timeout_s = 240.0
     return config

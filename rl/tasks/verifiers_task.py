@@ -1,24 +1,26 @@
 """Environments of the `verifiers` package (0.4), by the name of their module.
 
 An environment of verifiers consists of a taskset (rows with rewards), an `Env` (which agents play a
-row, and how) and a harness (the program between agent and model). The model's replies come from
-relay's generator (`rl/tasks/verifiers_bridge.py`).
+row, and how) and a harness (the program between agent and model). Its rollouts are agents, which
+ask relay's endpoint (`rl/tasks/verifiers_rollouts.py`).
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rl.agents.config import EndpointConfig
 from rl.config.configurable import HIDDEN, Configurable
 from rl.config.tree import check_bounds
 from rl.protocols import Environment
+from rl.rollouts.environment import SingleTurn
+from rl.rollouts.renderer import Renderer
 from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
 from rl.tasks.data import (
     choose,
@@ -30,13 +32,14 @@ from rl.tasks.data import (
 )
 from rl.tasks.fingerprint import hash_problem
 from rl.tasks.task import Solved
-from rl.tasks.verifiers_private import get_agent_specs, get_harness, make_toolset
-from rl.tools.tool import announce
-from rl.types import Message, Problem, Rollout
+from rl.types import Message, Observation, Problem, Reply, Rollout
 from rl.utils.extras import name_pip
 
+if TYPE_CHECKING:  # It brings an HTTP server, which reward processes need not import.
+    from rl.agents.rollouts import AgentPlayer
+
 VERSION = "0.4."
-"""Supported version of verifiers, because the bridge uses private parts of it."""
+"""Supported version of verifiers, because the rollouts use a private part of it."""
 HARNESS_ID = "relay_conversation"
 REWARD = "verifiers/reward"
 Settings = dict[str, int | float | bool | str]
@@ -79,6 +82,8 @@ class VerifiersTask(Configurable):
         """Most rows that are read; required for an endless taskset."""
         solved_at: float = 1.0
         """Smallest sum of rewards that counts as solved."""
+        endpoint: EndpointConfig = field(default_factory=lambda: EndpointConfig(max_running=512))
+        """Endpoint that the rollouts ask, on this machine, and the most that play at once."""
         classes: tuple[type, ...] = field(default=(), metadata=HIDDEN)
         """Taskset and Env classes of a script or notebook, registered under the name `taskset`."""
 
@@ -117,13 +122,8 @@ class VerifiersTask(Configurable):
                 f"on and {len(eval_problems)} to evaluate on (held_out={config.held_out}, "
                 f"eval_settings={config.eval_settings})"
             )
-        # Imported here, because the bridge subclasses parts of verifiers, an optional package.
-        bridge = import_for_tasks("rl.tasks.verifiers_bridge", needed_by="verifiers")
-        self._episode = bridge.Episode
-        self._host = bridge.Host(env, seat=seat)
-        # Tool servers are processes, which must end with the task, or at the latest with this
-        # interpreter.
-        weakref.finalize(self, self._host.close)
+        self._env = env
+        self._seat = seat
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return endless problems; `.problem(n)` is number n."""
@@ -145,12 +145,31 @@ class VerifiersTask(Configurable):
         return {"held_out": self._eval}
 
     def environment(self, problem: Problem) -> Environment:
-        task = self._tasks[problem.id]
-        opening = [Message(role=role, content=content) for role, content in problem.info["opening"]]
-        episode: Environment = self._episode(
-            self._host, task, opening=opening, prompt=_make_opening(task)
+        """Return the row's prompt, for the checks before a run; `open_player` plays episodes."""
+        messages = [
+            Message(role=role, content=content) for role, content in problem.info["opening"]
+        ]
+        # The renderer opens with what precedes a reply.
+        opening = takewhile(lambda message: message.role != "assistant", messages)
+        return RowPrompt(problem=problem, messages=tuple(opening))
+
+    def open_player(self, *, renderer: Renderer) -> AbstractAsyncContextManager[AgentPlayer]:
+        """Start the environment's servers, and what plays its rollouts, in a thread of their own.
+
+        Example:
+            async with task.open_player(renderer=renderer) as player:
+                episodes = AgentEpisodes(generator=generator, player=player, max_tokens=4096)
+        """
+        # Imported here, because it needs verifiers, an optional package.
+        rollouts = import_for_tasks("rl.tasks.verifiers_rollouts", needed_by="verifiers")
+        opening: AbstractAsyncContextManager[AgentPlayer] = rollouts.open_rollout_player(
+            self._env,
+            seat=self._seat,
+            tasks=self._tasks,
+            config=self.config.endpoint,
+            renderer=renderer,
         )
-        return episode
+        return opening
 
     def rubric(self, *, seed: int) -> Rubric:
         """Give the rewards that the environment computed."""
@@ -159,34 +178,28 @@ class VerifiersTask(Configurable):
             correct=Solved(reward=get_episode_reward, at=self.config.solved_at),
         )
 
-    def close(self) -> None:
-        """End the rollouts and tool servers of the environment."""
-        self._host.close()
-
     def _read_problems(self, env: Any, *, seat: str, name: str) -> list[Problem]:
         """Return every row as a problem; raises ValueError for a row that cannot be trained on."""
         taskset, most = env.taskset, self.config.max_problems
         if most is None and not taskset.bounded:
             raise ValueError(f"taskset={self.config.taskset!r} is endless: set max_problems")
+        runtime = _get_agents(env)[seat].runtime
+        vf = import_for_tasks("verifiers.v1", needed_by="verifiers")
+        harness = vf.load_harness(env.config.agent_harnesses()[seat])
         problems = []
         for task in islice(taskset, most):
             problem_id = f"{name}/{task.data.idx}"
             try:
-                _check_fit(env, task, seat=seat)
+                _check_fit(task, taskset=taskset, harness=harness, runtime=runtime)
                 opening = _make_opening(task)
-                system, tools = "", list_tools(task, taskset)
-                if tools:
-                    # The announcement is part of the prompt, as templates write it.
-                    if opening[0].role == "system":
-                        system, opening = opening[0].content, opening[1:]
-                    opening = [Message(role="system", content=announce(tools, system)), *opening]
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{problem_id} cannot be trained on: {error}") from error
             self._tasks[problem_id] = task
             problems.append(
                 Problem(
                     id=problem_id,
-                    question=opening[-1].content,
+                    # Rows whose prompt is made by their environment differ in their other data.
+                    question=opening[-1].content or _describe_row(task.data),
                     answer=str(getattr(task.data, "answer", "") or ""),
                     info={"opening": [(message.role, message.content) for message in opening]},
                 )
@@ -204,7 +217,7 @@ def _import_verifiers(config: VerifiersTask.Config) -> ModuleType:
         )
     # verifiers finds plugins as top-level modules, by name.
     sys.modules.setdefault(
-        HARNESS_ID, import_for_tasks("rl.tasks.verifiers_bridge", needed_by="verifiers")
+        HARNESS_ID, import_for_tasks("rl.tasks.verifiers_harness", needed_by="verifiers")
     )
     if config.classes:
         module = ModuleType(config.taskset)
@@ -235,7 +248,9 @@ def _load_env(vf: ModuleType, config: VerifiersTask.Config, settings: Settings) 
             client = given[name].get("client")
             if isinstance(client, dict):
                 client.setdefault("type", "eval")
-        data = {"id": config.environment, "taskset": taskset, **given}
+        # One server: a pool spreads tunnels to other machines.
+        server = {**given.pop("interception", {}), "type": "server"}
+        data = {"id": config.environment, "taskset": taskset, "interception": server, **given}
         return env_class(config_class.model_validate(data))
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise ValueError(
@@ -258,7 +273,7 @@ def _choose_seat(env: Any, config: VerifiersTask.Config) -> str:
 
     Raises ValueError if it is ambiguous, or if other agents have no model.
     """
-    seats = get_agent_specs(env)
+    seats = _get_agents(env)
     if not config.seat and len(seats) > 1:
         raise ValueError(f"seat is empty, but {type(env).__name__} has several: {', '.join(seats)}")
     # Other seats are played by models of their own, whose replies are not trained on.
@@ -275,34 +290,51 @@ def _choose_seat(env: Any, config: VerifiersTask.Config) -> str:
     return seat
 
 
-def _check_fit(env: Any, task: Any, *, seat: str) -> None:
+def _get_agents(env: Any) -> Mapping[str, Any]:
+    """Return the config of each agent by its seat."""
+    configs = import_for_tasks("verifiers.v1.configs.agent", needed_by="verifiers")
+    agents: Mapping[str, Any] = configs.agent_config_fields(env.config)
+    return agents
+
+
+def _check_fit(task: Any, *, taskset: Any, harness: Any, runtime: Any) -> None:
     """Raise an error, by verifiers' own rules, for a task that cannot be played here.
 
     The error is a TypeError or ValueError.
     """
     compile_ = import_for_tasks("verifiers.v1.utils.compile", needed_by="verifiers")
     # As verifiers does before a rollout; here before the run, for all rows.
-    runtime = compile_.resolve_runtime_config(get_agent_specs(env)[seat].runtime, task, set())
-    tools = [*task.toolsets(task.config), *env.taskset.toolsets(env.taskset.config)]
-    compile_.validate_pairing(get_harness(env, seat), type(task), runtime, tools=tools)
+    resolved = compile_.resolve_runtime_config(runtime, task, set())
+    tools = [*task.toolsets(task.config), *taskset.toolsets(taskset.config)]
+    compile_.validate_pairing(harness, type(task), resolved, tools=tools)
 
 
 def _make_opening(task: Any) -> list[Message]:
-    """Return the opening messages of a task; raise ValueError if relay cannot open with them."""
+    """Return the prompt of a task; raise ValueError if no model of text could be asked it."""
     prompt, system = task.data.prompt, task.data.system_prompt
-    if prompt is None:
-        raise ValueError("it has no prompt: relay must know the first message beforehand")
-    if isinstance(prompt, str):
-        opening = [Message(role="user", content=prompt)]
+    if prompt is None or isinstance(prompt, str):
+        # Without a prompt, the environment makes one when the episode begins.
+        opening = [Message(role="user", content=prompt or "")]
     else:
         if any(not isinstance(message.content, str) for message in prompt):
             raise ValueError("its prompt has parts that are not text")
         opening = [Message(role=message.role, content=message.content) for message in prompt]
-    if not opening or any(m.role == "assistant" for m in opening):
-        raise ValueError(
-            "its prompt must end with a message to the model, and contain none of the model's"
-        )
+    if not opening or "assistant" in (opening[0].role, opening[-1].role):
+        raise ValueError("its prompt must begin and end with a message to the model")
     return [Message(role="system", content=system), *opening] if system else opening
+
+
+def _describe_row(data: Any) -> str:
+    text: str = data.model_dump_json(exclude={"idx"}, exclude_defaults=True)
+    return text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowPrompt(SingleTurn):
+    """The prompt of a row; its episode is played by verifiers."""
+
+    async def step(self, reply: Reply) -> Observation:
+        raise RuntimeError("episodes of verifiers are played by the task's `open_player`")
 
 
 def get_episode_reward(rollout: Rollout) -> float:
@@ -314,51 +346,3 @@ def get_episode_reward(rollout: Rollout) -> float:
     if reward is None:
         raise UnparsedAnswer(f"the episode was not scored: {rollout.end}")
     return reward
-
-
-class ToolCollector:
-    """Stand-in for the MCP server of a toolset that records the registered tools."""
-
-    def __init__(self) -> None:
-        self.tools: list[Any] = []
-
-    def add_tool(self, fn: Any, name: str | None = None, description: str | None = None) -> None:
-        tool = import_for_tasks(
-            "mcp.server.mcpserver.tools.base", needed_by="tools of verifiers"
-        ).Tool
-        self.tools.append(tool.from_function(fn, name=name, description=description))
-
-
-def list_tools(task: Any, taskset: Any) -> list[Any]:
-    """Return the tools of a task with the names that its harness gives them.
-
-    Shared servers come first.
-    """
-    declared: list[Any] = []
-    for toolset in (*taskset.toolsets(taskset.config), *task.toolsets(task.config)):
-        name = toolset.server_name
-        if toolset.config.url:
-            raise ValueError(
-                f"its tool server {name!r} is at a URL: only the running server knows its tools"
-            )
-        try:
-            cls: Any = type(toolset)
-            tools = _record_tools(cls, toolset.config.model_dump_json())
-        except AttributeError as error:
-            raise ValueError(
-                f"its tool server {name!r} registers more than functions: {error}"
-            ) from error
-        prefix = f"{name}_" if name else ""
-        for tool in tools:
-            update = {"name": f"{prefix}{tool.name}", "description": tool.description or ""}
-            declared.append(tool.model_copy(update=update))
-    return declared
-
-
-@functools.lru_cache(maxsize=256)
-def _record_tools(cls: Any, config: str) -> tuple[Any, ...]:
-    # Cached, because the toolsets of most tasks are the same for each row.
-    toolset = make_toolset(cls, config)
-    recorder = ToolCollector()
-    toolset.register(recorder)
-    return tuple(recorder.tools)

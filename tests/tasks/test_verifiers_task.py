@@ -5,24 +5,28 @@ them.
 import asyncio
 import importlib
 import json
+import logging
 import os
 import pickle
+import sys
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from rl.agents.rollouts import AgentEpisodes
 from rl.rollouts.rubric import UnparsedAnswer
 from rl.tasks.verifiers_task import VerifiersTask, get_episode_reward
 from rl.tools.tool import render_call
-from rl.types import Problem, Reply, ToolCall
-from rl.utils.threads import LoopThread
+from rl.types import Problem, Reply, SamplingParams, ToolCall
+from rl.utils.errors import RunError
+from tests.support.agent_endpoint import ScriptedGenerator
 from tests.support.chat_server import ChatServer
 from tests.support.fakes import completion
 from tests.support.scored import reply
+from tests.support.verifiers_episodes import PlayedEnvironment, list_metrics
 
-THREAD = LoopThread("environments")
 ENVS = Path(__file__).parent / "verifiers_envs"
 
 pytestmark = pytest.mark.medium
@@ -38,8 +42,8 @@ def environments_are_importable():
 
 def made(taskset, **options):
     task = VerifiersTask.Config(taskset=taskset, **{"held_out": 0.3, **options}).build()
-    yield task
-    task.close()
+    with closing(PlayedEnvironment(task)) as played:
+        yield played
 
 
 @pytest.fixture(scope="module")
@@ -57,51 +61,50 @@ def adder():
     yield from made("relay_adder")
 
 
-def first(task):
-    return next(task.train_problems(seed=0))
-
-
 def contents(messages):
     return [(message.role, message.content) for message in messages]
 
 
-async def play(task, problem, *texts):
-    """Return the observations of one episode."""
-    environment = task.environment(problem)
-    try:
-        return [await stepped(environment, text) for text in texts]
-    finally:
-        await THREAD.start(environment.close())
+def told(rollout):
+    """Return what each turn has told the model."""
+    return [contents(turn.messages) for turn in rollout.turns]
 
 
-def stepped(environment, text):
-    return THREAD.start(environment.step(Reply(text=text, completion=completion(text))))
+def roles(rollout):
+    return [(branch.turns, branch.role, branch.cause) for branch in rollout.branches]
 
 
-def played(task, problem, *texts):
-    return asyncio.run(play(task, problem, *texts))
+def failure(played, *texts):
+    rollout = played.play(played.first(), *texts)
+    assert rollout.end == "failed"
+    return rollout.failure
 
 
-def failure(task, *texts):
-    with pytest.raises(RuntimeError) as caught:
-        played(task, first(task), *texts)
-    return str(caught.value)
+def call(name, **arguments):
+    return render_call(ToolCall(name=name, arguments=arguments))
 
 
 def test_rows_are_problems_with_their_opening(sums):
-    problem = first(sums)
+    task, problem = sums.task, sums.first()
     assert problem.question == f"{int(problem.answer) - 1} + 1 = ?"
-    assert contents(sums.environment(problem).opening()) == [
+    assert contents(task.environment(problem).opening()) == [
         ("system", "Add."),
         ("user", problem.question),
     ]
-    train = {p.id for p in islice(sums.train_problems(seed=0), len(sums._train))}
-    held = {p.id for p in sums.eval_sets()["held_out"]}
+    train = {p.id for p in islice(task.train_problems(seed=0), len(task._train))}
+    held = {p.id for p in task.eval_sets()["held_out"]}
     assert train | held == {f"relay_sums/{n}" for n in range(40)}
     assert not train & held
     assert (
-        sums.train_problems(seed=0).problem(70) == list(islice(sums.train_problems(seed=0), 71))[70]
+        task.train_problems(seed=0).problem(70) == list(islice(task.train_problems(seed=0), 71))[70]
     )
+
+
+def test_environment_is_only_for_the_checks_before_a_run(sums):
+    environment = sums.task.environment(sums.first())
+    assert not environment.single_turn
+    with pytest.raises(RuntimeError, match="`open_player`"):
+        asyncio.run(environment.step(Reply(text="1", completion=completion("1"))))
 
 
 @pytest.mark.parametrize(
@@ -114,72 +117,65 @@ def test_rows_are_problems_with_their_opening(sums):
     ],
 )
 def test_rubric_gives_the_environments_rewards(sums, text, right, short, correct):
-    problem = first(sums)
+    problem = sums.first()
     text = text.format(answer=problem.answer)
-    (observation,) = played(sums, problem, text)
+    rollout = sums.play(problem, text)
     reward = 0.8 * right + 0.2 * short
-    assert observation.messages == ()
-    parts = {"length": len(text.rpartition("</think>\n\n")[2]), "right": right, "short": short}
-    assert observation.metrics == {
-        f"verifiers/{n}": v for n, v in {**parts, "reward": reward}.items()
+    assert (rollout.text, rollout.end, told(rollout)) == (
+        text,
+        "done",
+        [[("system", "Add."), ("user", problem.question)]],
+    )
+    length = len(text.rpartition("</think>\n\n")[2])
+    assert list_metrics(rollout) == {
+        "length": length,
+        "right": right,
+        "short": short,
+        "reward": reward,
     }
-    rubric = pickle.loads(pickle.dumps(sums.rubric(seed=0)))
-    score = rubric.score(reply(problem, text, observation=observation))
+    rubric = pickle.loads(pickle.dumps(sums.task.rubric(seed=0)))
+    score = rubric.score(rollout)
     assert (score.reward, score.correct) == (reward, correct)
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "thoughts", "called"),
-    [
-        (" 5 ", " 5 ", None, []),
-        ("<think>Or 6?</think> 5 ", "5", "Or 6?", []),
-        ("Or 6?</think> 5 ", "5", "Or 6?", []),
-        ("<think>\nPerhaps 5", "", "Perhaps 5", []),
-        ("<think>a</think> I add. {call}", "I add.", "a", ["<think>x</think>"]),
-        ("I add. {call} Done.", "I add.", None, ["<think>x</think>"]),
-        ("<think>not {call} yet", "", "not {call} yet", []),
-    ],
-)
-def test_response_tells_thoughts_from_text_and_calls(text, content, thoughts, called):
-    from rl.tasks.verifiers_bridge import to_response  # importing verifiers takes seconds
-
-    call = render_call(ToolCall(name="write", arguments={"text": "<think>x</think>"}))
-    text, thoughts = (None if t is None else t.replace("{call}", call) for t in (text, thoughts))
-    message = to_response(Reply(text=text, completion=completion(text)), call_prefix="c").message
-    assert (message.content, message.reasoning_content) == (content, thoughts)
-    assert [json.loads(c.arguments)["text"] for c in message.tool_calls or []] == called
-
-
 def test_reward_or_environment_that_raises_fails_the_rollout(sums, guess):
-    assert (
-        failure(sums, "raise") == "TaskError: task SumTask scoring: ValueError: this reward raises"
+    assert "TaskError: task SumTask scoring: ValueError: this reward raises" in failure(
+        sums, "raise"
     )
-    assert failure(guess, "a dozen").startswith(
-        "EnvError: Guess.run(): ValueError: invalid literal for int()"
+    assert "EnvError: Guess.run(): ValueError: invalid literal for int()" in failure(
+        guess, "a dozen"
     )
 
 
 def test_episodes_of_a_task_each_get_its_data(sums):
-    problem = first(sums)
-    rewards = [
-        played(sums, problem, problem.answer)[0].metrics["verifiers/reward"] for _ in range(3)
-    ]
+    problem = sums.first()
+    rewards = [list_metrics(sums.play(problem, problem.answer))["reward"] for _ in range(3)]
     assert rewards == [1.0] * 3
 
 
 def test_episodes_that_run_at_once_get_their_own_replies(sums):
-    problems = list(islice(sums.train_problems(seed=0), 12))
+    problems = list(islice(sums.task.train_problems(seed=0), 12))
+    answers = {p.question: p.answer for p in problems[1::2]}
 
-    async def all_of_them():
-        texts = [p.answer if i % 2 else "x" for i, p in enumerate(problems)]
-        return await asyncio.gather(
-            *(play(sums, p, t) for p, t in zip(problems, texts, strict=True))
-        )
+    def answer(prompt):
+        return next((a for question, a in answers.items() if f"\n{question}<" in prompt), "x")
 
-    rights = [
-        observation.metrics["verifiers/right"] for (observation,) in asyncio.run(all_of_them())
-    ]
-    assert rights == [float(i % 2) for i in range(12)]
+    rollouts = sums.play_all(problems, answer)
+    assert [list_metrics(rollout)["right"] for rollout in rollouts] == [0.0, 1.0] * 6
+
+
+def test_episodes_share_one_http_client(sums):
+    server = sums.task._env._interception
+    problems = list(islice(sums.task.train_problems(seed=0), 3))
+    at_once = []
+
+    def answer(prompt):
+        at_once.append({id(client.client) for client in server.clients.values()})
+        return "1"
+
+    sums.play_all(problems, answer)
+    assert [len(clients) for clients in at_once] == [1, 1, 1]
+    assert server.clients == {}
 
 
 def test_episode_that_a_limit_ended_is_unparsed():
@@ -188,51 +184,78 @@ def test_episode_that_a_limit_ended_is_unparsed():
         get_episode_reward(reply(problem, "text"))
 
 
+def test_keys_of_episodes_are_not_logged(sums, caplog):
+    caplog.set_level(logging.INFO)
+    assert sums.play(sums.first(), "raise").end == "failed"
+    assert "this reward raises" in caplog.text
+    assert "sk-relay" not in caplog.text
+
+
+def test_proxy_of_the_environment_is_not_asked_for_this_machine(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "intranet")  # restored afterwards
+    with play_odd("Scored") as played:
+        assert played.play(played.first(), "a").failure is None
+
+
+def test_episode_with_too_many_turns_is_not_scored(guess):
+    rollout = guess.play(guess.first(), "-1", max_turns=2)
+    assert (rollout.end, rollout.failure, len(rollout.turns)) == ("turns", None, 2)
+    with pytest.raises(UnparsedAnswer, match="the episode was not scored: turns"):
+        get_episode_reward(rollout)
+
+
 def test_environment_answers_turn_by_turn(guess):
-    problem = first(guess)
+    problem = guess.first()
     number = int(problem.answer)
-    low, high, right = played(guess, problem, str(number - 1), str(number + 1), str(number))
-    told = [contents(observation.messages) for observation in (low, high, right)]
-    assert told == [[("user", "higher")], [("user", "lower")], []]
-    assert right.metrics == {
-        "verifiers/found": 1.0,
-        "verifiers/reward": 1.0,
-        "verifiers/guesses": 3.0,
-    }
-    assert low.metrics == {}
+    rollout = guess.play(problem, str(number - 1), str(number + 1), str(number))
+    assert told(rollout)[1:] == [[("user", "higher")], [("user", "lower")]]
+    assert roles(rollout) == [((0, 1, 2), "main", "")]
+    assert list_metrics(rollout) == {"found": 1.0, "reward": 1.0, "guesses": 3.0}
 
 
 def test_tools_are_announced_called_and_answered(adder):
-    problem = first(adder)
-    system, user = adder.environment(problem).opening()
-    assert system.content.startswith("Add.\n\n# Tools\n")
-    (schema,) = [
-        json.loads(line) for line in system.content.splitlines() if line.startswith('{"type"')
-    ]
+    problem = adder.first()
+    number = int(problem.answer) - 1000
+    calls = [call("adder_add", a=number, b=1000), problem.answer]
+    prompts = []
+
+    def answer(prompt):
+        prompts.append(prompt)
+        return calls.pop(0)
+
+    (rollout,) = adder.play_all([problem], answer)
+    # By the chat template, which reads the schemas.
+    (schema,) = [json.loads(line) for line in prompts[0].splitlines() if line.startswith('{"type"')]
     assert schema["function"]["name"] == "adder_add"
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
-    assert contents([user]) == [("user", problem.question)]
-    number = int(problem.answer) - 1000
-    call = json.dumps({"name": "adder_add", "arguments": {"a": number, "b": 1000}})
-    called, end = played(adder, problem, f"<tool_call>\n{call}\n</tool_call>", problem.answer)
-    assert contents(called.messages) == [("tool", problem.answer)]
-    assert end.metrics == {"verifiers/calls": 1.0, "verifiers/right": 1.0, "verifiers/reward": 1.0}
+    assert told(rollout) == [
+        [("system", "Add."), ("user", problem.question)],
+        [("tool", problem.answer)],
+    ]
+    assert roles(rollout) == [((0, 1), "main", "")]
+    assert list_metrics(rollout) == {"calls": 1.0, "right": 1.0, "reward": 1.0}
 
 
-def test_invalid_calls_are_answered_with_the_error(adder):
-    texts = [
-        '<tool_call>{"name": "adder_add"}</tool_call><tool_call>{"name": "no", "arguments": '
-        "{}}</tool_call>",
-        '<tool_call>{"name": "adder_add", "arguments": {"a": "x", "b": 1}}</tool_call>',
-        "7",
-    ]
-    first_two, wrong_type, end = played(adder, first(adder), *texts)
-    assert [m.content.partition(".")[0] for m in first_two.messages] == [
-        'Error: the tool call is not an object with a string "name" and an object "arguments"',
-        "Error: there is no tool 'no'; the tools are adder_add",
-    ]
-    assert "valid integer" in wrong_type.messages[0].content
-    assert end.metrics["verifiers/calls"] == 3.0
+def test_wrong_calls_are_answered_with_the_error(adder):
+    calls = [call("no"), call("adder_add", a="x", b=1), "7"]
+    rollout = adder.play(adder.first(), *calls)
+    (unknown,), (wrong_type,) = told(rollout)[1:]
+    assert unknown == ("tool", "Error: there is no tool 'no'; the tools are adder_add")
+    assert "valid integer" in wrong_type[1]
+    assert list_metrics(rollout)["calls"] == 2.0
+
+
+def test_full_context_ends_the_conversation_and_is_scored(adder):
+    problem, calls = adder.first(), call("adder_add", a=1, b=1)
+    turn = adder.play(problem, calls, "2").turns[0]
+    # Room for the call, but not for the result of the tool.
+    num_tokens = len(turn.prompt_ids) + len(turn.completion.token_ids) + 5
+    rollout = adder.play(problem, calls, num_tokens=num_tokens)
+    assert [turn.text for turn in rollout.turns] == [calls]
+    assert (rollout.end, rollout.failure) == ("done", None)
+    assert list_metrics(rollout) == {"calls": 0.0, "right": 0.0, "reward": 0.0}
 
 
 def processes_of(module):
@@ -248,11 +271,11 @@ def processes_of(module):
     return found
 
 
-def test_tool_servers_end_with_the_task(adder):
-    played(adder, first(adder), "7")
-    assert len(processes_of("relay_adder")) == 1
-    adder.close()
-    assert processes_of("relay_adder") == []
+def test_tool_servers_end_with_the_player(adder):
+    before = processes_of("relay_adder")
+    with closing(PlayedEnvironment(adder.task)):
+        assert len(processes_of("relay_adder")) == len(before) + 1
+    assert processes_of("relay_adder") == before
 
 
 # Refusals
@@ -266,7 +289,13 @@ def odd(*names, **options):
     return VerifiersTask.Config(**given).build()
 
 
+def play_odd(*names, **options):
+    return closing(PlayedEnvironment(odd(*names, **options)))
+
+
 PARTS = {"role": "user", "content": [{"type": "text", "text": "look"}]}
+ASKED = {"role": "user", "content": "1 + 1 = ?"}
+REPLIED = {"role": "assistant", "content": "2"}
 
 
 def rows(**data):
@@ -276,11 +305,15 @@ def rows(**data):
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        ([lambda: rows(prompt=None)], {}, "odd_one/0 cannot be trained on: it has no prompt"),
         (
             [lambda: rows(prompt=[PARTS])],
             {},
-            "cannot be trained on: its prompt has parts that are not text",
+            "odd_one/0 cannot be trained on: its prompt has parts that are not text",
+        ),
+        (
+            [lambda: rows(prompt=[ASKED, REPLIED])],
+            {},
+            "its prompt must begin and end with a message to the model",
         ),
         ([lambda: rows(image="debian")], {}, "requires image 'debian', but the subprocess runtime"),
         (["Boxed"], {}, "BoxedTask needs a container runtime"),
@@ -289,6 +322,11 @@ def rows(**data):
         (["Scored", "Duo"], {"seat": "judge"}, "seat='judge': Duo has player, partner"),
         (["Scored", "Duo"], {"seat": "player"}, "partner of Duo have no model"),
         (["Scored"], {"settings": {"nonsense": 1}}, "nonsense"),
+        (
+            ["Scored"],
+            {"environment_settings": {"interception": '{"multiplex": 4}'}},
+            "interception.server.multiplex",
+        ),
         ([], {"taskset": "nowhere_v1"}, "taskset 'nowhere_v1' not found"),
         (
             [],
@@ -308,18 +346,6 @@ def test_unsuitable_environment_is_refused_with_the_reason(names, options, messa
     ("names", "options", "texts", "message"),
     [
         (["Scored", "Twice"], {}, ["a", "b"], "seat 'agent' plays several runs in one episode"),
-        (
-            ["Scored", "Ventriloquist"],
-            {},
-            ["a", "b"],
-            "it contains a reply that the model has not given",
-        ),
-        (
-            ["Scored", "Preface"],
-            {},
-            ["a"],
-            "it does not continue the conversation, but begins another or",
-        ),
         ([rows], {}, ["a"], "it has no rewards, so nothing can be learned from it"),
         (
             ["Stuck"],
@@ -330,24 +356,23 @@ def test_unsuitable_environment_is_refused_with_the_reason(names, options, messa
     ],
 )
 def test_episode_that_relay_cannot_train_on_fails(names, options, texts, message):
-    with closing(odd(*names, **options)) as task:
-        assert message in failure(task, *texts)
+    with play_odd(*names, **options) as played:
+        assert message in failure(played, *texts)
 
 
-def test_endless_episode_ends_when_it_is_closed():
-    async def scenario(task):
-        environment = task.environment(first(task))
-        await THREAD.start(task._host.start())
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(stepped(environment, "a"), timeout=0.5)
-        run = environment._run
-        assert not run.done()
-        await THREAD.start(environment.close())
-        assert run.done()
+def test_endless_episode_ends_at_its_time_limit():
+    with play_odd("Stuck") as played:
+        rollout = played.play(played.first(), "a", timeout_s=0.5)
+        assert rollout.failure == "the agent was stopped at its time limit; it wrote nothing"
+        assert played.task._env._interception.sessions == {}
 
-    with closing(odd("Stuck")) as task:
-        asyncio.run(scenario(task))
-        assert task._host.policy.episodes == {}
+
+def test_environment_that_cannot_be_started_is_told():
+    with pytest.raises(RunError, match=r"the environment cannot be started: OSError\('no data"):
+        PlayedEnvironment(odd("Scored", "BrokenStart"))
+
+
+# What other harnesses and environments do
 
 
 def test_other_seat_is_played_by_its_own_client():
@@ -357,10 +382,149 @@ def test_other_seat_is_played_by_its_own_client():
         ]
         partner = json.dumps({"model": "elder", "client": {"base_url": server.url}})
         settings = {"partner": partner}
-        with closing(odd("Scored", "Duo", seat="player", environment_settings=settings)) as task:
-            asked, end = played(task, first(task), "my words", "thanks")
-    assert contents(asked.messages) == [("user", "partner: elder heard my words")]
-    assert end.metrics["verifiers/reward"] == 2.0
+        with play_odd("Scored", "Duo", seat="player", environment_settings=settings) as played:
+            rollout = played.play(played.first(), "my words", "thanks")
+    assert told(rollout)[1] == [("user", "partner: elder heard my words")]
+    assert roles(rollout) == [((0, 1), "main", "")]
+    assert list_metrics(rollout)["reward"] == 2.0
+
+
+def test_environment_may_open_rows_without_a_prompt():
+    with play_odd("Unprompted", "Opener") as played:
+        problem = played.first()
+        name = json.loads(problem.question)["name"]
+        rollout = played.play(problem, "a")
+    assert told(rollout) == [[("user", name)]]
+
+
+def test_replies_that_the_model_has_not_given_are_part_of_the_prompt():
+    with play_odd("Scored", "Ventriloquist") as played:
+        rollout = played.play(played.first(), "a", "b")
+    assert [turn.text for turn in rollout.turns] == ["a", "b"]
+    assert roles(rollout) == [((0,), "main", ""), ((1,), "main", "rewritten")]
+    assert told(rollout)[1][1:] == [
+        ("assistant", "a"),
+        ("user", "and?"),
+        ("assistant", "I say so"),
+        ("user", "and?"),
+    ]
+
+
+def test_row_may_have_examples_of_replies():
+    with play_odd("Examples") as played:
+        problem = played.first()
+        opening = played.task.environment(problem).opening()
+        rollout = played.play(problem, "2")
+    assert contents(opening) == [("user", "row 1000")]
+    assert told(rollout) == [
+        [("user", "row 1000"), ("assistant", "1000"), ("user", problem.question)]
+    ]
+    assert [turn.text for turn in rollout.turns] == ["2"]
+
+
+def test_environment_may_rewrite_the_opening():
+    with play_odd("Scored", "Preface") as played:
+        rollout = played.play(played.first(), "a")
+    assert told(rollout)[0][0] == ("system", "You are somebody else.")
+
+
+def play_harness(harness, *texts, **limits):
+    settings = {"agent": json.dumps({"harness": harness})}
+    with play_odd("Scored", environment_settings=settings) as played:
+        rollout = played.play(played.first(), *texts, **limits)
+    assert rollout.failure is None
+    assert list_metrics(rollout)["reward"] == len(rollout.turns)
+    return rollout
+
+
+@pytest.mark.parametrize("kind", ["responses", "messages"])
+def test_harness_may_speak_another_dialect(kind):
+    rollout = play_harness(
+        {"id": "relay_harnesses", "kind": kind}, call("add_one", a=6), "<think>Yes.</think>\n7"
+    )
+    (system, question), result = told(rollout)
+    assert system == ("system", "Add.")
+    assert question[1].startswith("row ")
+    assert result == [("tool", "7")]
+    assert roles(rollout) == [((0, 1), "main", "")]
+
+
+def test_harness_may_stream():
+    rollout = play_harness({"id": "relay_harnesses", "kind": "streamed"}, "hello")
+    assert rollout.text == "hello"
+
+
+def test_rewritten_history_is_a_branch():
+    rollout = play_harness({"id": "relay_harnesses", "kind": "rewrite"}, "long words", "short")
+    assert roles(rollout) == [((0,), "main", ""), ((1,), "main", "rewritten")]
+    assert "You said: long words" in told(rollout)[1][1][1]
+    assert all(branch.is_trained for branch in rollout.branches)
+
+
+def test_sub_agent_is_a_branch():
+    rollout = play_harness(
+        {"id": "relay_harnesses", "kind": "sub_agent"}, "my plan", "looks good", "done"
+    )
+    assert roles(rollout) == [((1,), "sub-agent", "agent"), ((0, 2), "main", "")]
+    assert told(rollout)[2] == [("user", "looks good")]
+
+
+# verifiers' own harnesses are programs
+
+
+@pytest.fixture
+def programs_need_no_download(monkeypatch):
+    """Run the scripts of harnesses with this Python, which has what they would install."""
+    from verifiers.v1.runtimes import Runtime
+
+    async def prepare(self, script, env=None, **options):
+        await self.write("harness_program.py", script.encode())
+        return [sys.executable, "harness_program.py"]
+
+    monkeypatch.setattr(Runtime, "prepare_uv_script", prepare)
+
+
+@pytest.mark.usefixtures("programs_need_no_download")
+def test_null_harness_of_verifiers_is_recorded():
+    rollout = play_harness({"id": "null"}, "hello")
+    assert (rollout.text, roles(rollout)) == ("hello", [((0,), "main", "")])
+
+
+@pytest.mark.usefixtures("programs_need_no_download")
+def test_program_of_a_harness_ends_with_its_episode():
+    async def scenario(played):
+        generator = ScriptedGenerator(reply=str, go_on=asyncio.Event())
+        episodes = AgentEpisodes(generator=generator, player=played.player, max_tokens=5000)
+        sampling = SamplingParams(max_tokens=10, num_samples=1)
+        playing = asyncio.create_task(episodes.run([played.first()], sampling=sampling))
+        while not generator.calls:
+            await asyncio.sleep(0.01)
+        assert len(processes_of("harness_program.py")) == 1
+        playing.cancel()
+        await asyncio.wait({playing})
+
+    settings = {"agent": json.dumps({"harness": {"id": "null"}})}
+    with play_odd("Scored", environment_settings=settings) as played:
+        played.run(scenario(played))
+    assert processes_of("harness_program.py") == []
+
+
+@pytest.mark.usefixtures("programs_need_no_download")
+def test_bash_harness_of_verifiers_compacts_its_history():
+    harness = {"id": "bash", "compaction": {"summarize_at_tokens": 1500}}
+    rollout = play_harness(
+        harness,
+        call("bash", command="echo 'one two'"),
+        call("bash", command="seq 400"),
+        "I have seen numbers up to 400.",
+        "Done.",
+    )
+    assert told(rollout)[1] == [("tool", "one two\n")]
+    ((_, result), (_, request)) = told(rollout)[2]
+    assert result.startswith("1\n2\n3\n")
+    assert request.startswith("You are performing a CONTEXT CHECKPOINT COMPACTION")
+    assert "I have seen numbers up to 400." in told(rollout)[3][1][1]
+    assert roles(rollout) == [((0, 1, 2), "main", ""), ((3,), "main", "rewritten")]
 
 
 def test_evaluation_may_have_other_settings():

@@ -1,4 +1,4 @@
-"""Environments that relay cannot train on, or whose episodes go wrong."""
+"""Environments that relay cannot train on, whose episodes go wrong, or that are unusual."""
 
 import asyncio
 from collections.abc import Iterable
@@ -95,8 +95,46 @@ class Ventriloquist(vf.Env[vf.SingleAgentEnvConfig]):
         async with agents.agent.interaction(task) as exchange:
             await exchange.turn()
             await exchange.turn(
-                [vf.AssistantMessage(content="I say so"), vf.UserMessage(content="and?")]
+                [
+                    vf.UserMessage(content="and?"),
+                    vf.AssistantMessage(content="I say so"),
+                    vf.UserMessage(content="and?"),
+                ]
             )
+
+
+class Examples(vf.Taskset[ScoredTask]):
+    """Rows with a reply as an example."""
+
+    def load(self) -> Iterable[ScoredTask]:
+        for n in range(30):
+            prompt = [
+                vf.UserMessage(content="row 1000"),
+                vf.AssistantMessage(content="1000"),
+                vf.UserMessage(content=f"row {n}"),
+            ]
+            yield ScoredTask(vf.TaskData(prompt=prompt))
+
+
+class Unprompted(vf.Taskset[ScoredTask]):
+    def load(self) -> Iterable[ScoredTask]:
+        for n in range(30):
+            yield ScoredTask(vf.TaskData(name=f"row {n}"))
+
+
+class Opener(vf.Env[vf.SingleAgentEnvConfig]):
+    """Makes the prompt of a row that has none."""
+
+    async def run(self, task: vf.Task, agents: vf.Agents) -> None:
+        async with agents.agent.interaction(task) as exchange:
+            await exchange.turn(task.data.name)
+
+
+class BrokenStart(vf.Env[vf.SingleAgentEnvConfig]):
+    async def start(self) -> None:
+        raise OSError("no database")
+
+    async def run(self, task: vf.Task, agents: vf.Agents) -> None: ...
 
 
 class Preface(vf.Env[vf.SingleAgentEnvConfig]):
