@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from rl.agents.episode import EpisodeSettings
-from rl.agents.host import PlayedEpisode
 from rl.agents.rollouts import AgentPlayer
+from rl.agents.settings import EpisodeSettings
+from rl.agents.types import PlayedEpisode
 from rl.protocols import TokenGenerator
 from rl.types import Completion, Problem, SamplingParams
 from rl.utils.threads import LoopThread

@@ -20,12 +20,12 @@ from verifiers.v1 import EvalClientConfig, ModelContext, Trace
 from verifiers.v1.clients import resolve_client
 
 from rl.agents.config import EndpointConfig
-from rl.agents.episode import EpisodeSettings
-from rl.agents.host import PlayedEpisode
 from rl.agents.in_loop import AgentFailedError, LoopAgents
 from rl.agents.in_thread import open_thread_player
 from rl.agents.local import open_local_player
 from rl.agents.rollouts import AgentPlayer
+from rl.agents.settings import EpisodeSettings
+from rl.agents.types import PlayedEpisode
 from rl.http.server import raise_open_files
 from rl.protocols import TokenGenerator
 from rl.rollouts.renderer import Renderer
