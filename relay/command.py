@@ -175,6 +175,11 @@ def choose_origin(argv: Sequence[str]) -> tuple[str, str]:
     return "sum_digits", "tiny"
 
 
+SERVE_RUN = Subcommand(
+    title="talk to what a run has trained", usage="relay serve outputs/A", place="rl.serve:main"
+)
+
+
 def explain(argv: Sequence[str]) -> int:
     """Explain a run without starting it; the first argument may be a form, such as `full`."""
     has_form = bool(argv) and not argv[0].startswith("-")
@@ -186,8 +191,7 @@ def serve(argv: Sequence[str]) -> int:
     from rl.config.cli import main as serve_config
 
     if argv and not argv[0].startswith("-"):
-        serve_run: Callable[[Sequence[str]], int] = importlib.import_module("rl.serve").main
-        return serve_run(argv)
+        return SERVE_RUN.run(argv)
     return serve_config(
         argv, default_module="configs.tinker", default_config="tiny", prog="relay serve"
     )

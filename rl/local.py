@@ -79,18 +79,13 @@ class LocalBackend(EngineClient):
         Args:
             models: have models by id (`rl.training.models_by_id`), none at the start. Published
                 adapters are not merged, and `gathers` is set.
-            gathers: answer calls of `generate` together that come within `GATHER_S`, or while
-                another one is answered.
+            gathers: answer calls of `generate` together that come within `GATHER_S`.
 
         Raises:
             ValueError: the engine refuses the config, or this process is one of several.
         """
         world = World.from_env()
-        if world.size > 1:
-            raise ValueError(
-                f"WORLD_SIZE={world.size}: a local backend is a single process; layouts of several "
-                "are for the actors (python -m rl.train)"
-            )
+        _check_alone(world)
         self._config = config
         self.threads = {"trainer": WorkerThread("trainer"), "generator": WorkerThread("generator")}
         self._closed = threading.Event()
@@ -381,3 +376,11 @@ class LocalBackend(EngineClient):
         if not self._has_models:
             for version in versions[: versions.index(policy_version) + 1]:
                 del self._pushed[version]
+
+
+def _check_alone(world: World) -> None:
+    if world.size > 1:
+        raise ValueError(
+            f"WORLD_SIZE={world.size}: a local backend is a single process; layouts of several "
+            "are for the actors (python -m rl.train)"
+        )

@@ -36,7 +36,7 @@ from rl.weights.store import WeightStore
 logger = logging.getLogger(__name__)
 
 ENDPOINT_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}
-"""Messages of agents are short: handing them to other threads takes longer than to tokenize them."""
+"""Messages of agents are short: other threads would take longer to wake than to tokenize them."""
 SLOW_START_S = 60.0
 """Time between two log records that say what a start still waits for."""
 

@@ -95,10 +95,8 @@ def check_task(
     probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
     openings, have_one_turn = run_now(_open_all(probed, environments))
 
-    # A template that rewrites earlier replies does no harm where there is only one reply. What an
-    # agent asks is known when it asks.
-    may_continue = get_program(task) is not None or not all(have_one_turn)
-    if loop.episode.max_turns != 1 and may_continue:
+    # A template that rewrites earlier replies does no harm where there is only one reply.
+    if loop.episode.max_turns != 1 and (get_program(task) or not all(have_one_turn)):
         renderer.check_multi_turn()
     room = min(max_model_len, loop.episode.max_tokens or max_model_len) - loop.sampling.max_tokens
     may_drop_from = len(held_out) if loop.long_prompts == "drop" else len(probed)

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "/episodes/"
 """Start of the paths that have the key of an episode in them."""
+COUNT_PATH = "/v1/messages/count_tokens"
 KEEP_ALIVE_S = 5.0
 """Seconds between two signs of life of a stream. Shorter waits have the status of their error."""
 FIRST_TRY = "x-stainless-retry-count"
@@ -126,7 +127,7 @@ def add_dialects(router: APIRouter, *, find: Callable[[Request], Answerer]) -> N
 
     for path in DIALECTS:
         router.add_route(path, reply, methods=["POST"])
-    router.add_route("/v1/messages/count_tokens", count, methods=["POST"])
+    router.add_route(COUNT_PATH, count, methods=["POST"])
     router.add_route("/v1/models", list_models, methods=["GET"])
 
 
@@ -323,8 +324,10 @@ def _read_role(headers: Headers) -> str:
 
 def _strip_prefix(path: str) -> str:
     """Return the path of a dialect in a path that has it behind a prefix."""
-    _, begin, rest = path.partition("/v1/")
-    return begin + rest if begin else path
+    for known in (*DIALECTS, COUNT_PATH):
+        if path.endswith(known):
+            return known
+    return path
 
 
 def make_error_response(path: str, error: RequestError) -> Response:

@@ -319,7 +319,7 @@ def test_player_opens_and_closes_in_one_task_of_the_thread():
     (entered, left) = opening.places
     assert entered == left
     assert entered[0] == "environments"
-    assert opening.left_with == (None, None, None)
+    assert list(opening.left_with) == [None, None, None]
 
 
 def test_error_of_the_opening_is_raised_and_one_of_the_closing_logged(caplog):
