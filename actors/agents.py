@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from rl.agents.config import EndpointConfig
+from rl.agents.endpoint.queue import GenerateAnswer, QueuedGenerator, TakenCalls
 from rl.agents.program import AgentProgram
-from rl.agents.queue import GenerateAnswer, QueuedGenerator, TakenCalls
 from rl.agents.settings import EpisodeSettings
 from rl.agents.types import PlayedEpisode
 from rl.config.configurable import Configurable
@@ -26,7 +26,7 @@ from rl.types import Problem
 from rl.utils.processes import reduce_collections
 
 if TYPE_CHECKING:
-    from rl.agents.host import AgentHost  # see `setup`
+    from rl.agents.players.host import AgentHost  # see `setup`
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class AgentEndpoint(Actor, Configurable):
     async def setup(self) -> None:
         """Start the server, and the process that plays agents."""
         # Imported here: the web framework takes time, and a run without agents does not need it.
-        from rl.agents.host import open_host
+        from rl.agents.players.host import open_host
         from rl.http.server import raise_open_files
 
         raise_open_files()

@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from rl.agents.app import make_app
-from rl.agents.endpoint import Endpoint
+from rl.agents.endpoint.app import make_app
+from rl.agents.endpoint.episodes import Endpoint
 from rl.agents.rollouts import AgentEpisodes
 from rl.agents.settings import EpisodeSettings
 from rl.http.server import format_url, listen, make_server, raise_open_files

@@ -13,7 +13,7 @@ from typing import Any
 from actors.agents import AgentEndpoint
 from actors.cluster.group import ActorGroup
 from actors.launch.calls import ActorLostError
-from rl.agents.queue import GATHER_S, GenerateAnswer, GenerateCall
+from rl.agents.endpoint.queue import GATHER_S, GenerateAnswer, GenerateCall
 from rl.agents.rollouts import AgentPlayer, PlayedTask
 from rl.agents.settings import EpisodeSettings
 from rl.agents.types import PlayedEpisode

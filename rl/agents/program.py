@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rl.agents.plays.types import MIB, AgentSpec
+from rl.agents.players.plays import MIB, AgentSpec
 from rl.types import Problem
 from rl.utils.proxies import make_loopback_exemption
 

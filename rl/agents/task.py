@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rl.agents.plays.types import MIB
+from rl.agents.players.plays import MIB
 from rl.agents.program import AgentProgram
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds, has_members

@@ -8,8 +8,8 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
-from rl.agents.app import HEALTH, add_common, add_dialects, make_refusal_response, read_key
-from rl.agents.stateless import StatelessAnswerer
+from rl.agents.endpoint.app import HEALTH, add_common, add_dialects, make_refusal_response, read_key
+from rl.agents.endpoint.stateless import StatelessAnswerer
 from rl.http.guard import AccessGuard, RefusedError
 from rl.http.keys import Keys
 

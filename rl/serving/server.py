@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
-from rl.agents.stateless import ChatModel, StatelessAnswerer
+from rl.agents.endpoint.stateless import ChatModel, StatelessAnswerer
 from rl.http.keys import Keys
 from rl.http.server import format_url, make_server, raise_open_files
 from rl.http.signals import stop_on_signals

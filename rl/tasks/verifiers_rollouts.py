@@ -20,9 +20,9 @@ from verifiers.v1 import EvalClientConfig, ModelContext, Trace
 from verifiers.v1.clients import resolve_client
 
 from rl.agents.config import EndpointConfig
-from rl.agents.in_loop import AgentFailedError, LoopAgents
-from rl.agents.in_thread import open_thread_player
-from rl.agents.local import open_local_player
+from rl.agents.players.in_loop import AgentFailedError, LoopAgents
+from rl.agents.players.in_thread import open_thread_player
+from rl.agents.players.local import open_local_player
 from rl.agents.rollouts import AgentPlayer
 from rl.agents.settings import EpisodeSettings
 from rl.agents.types import PlayedEpisode

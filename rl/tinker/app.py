@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from tinker.types.try_again_response import TryAgainResponse
 
-from rl.agents.app import add_dialects, make_error_response
+from rl.agents.endpoint.app import add_dialects, make_error_response
 from rl.agents.types import RequestError
 from rl.http.keys import Keys
 from rl.tinker.auth import (

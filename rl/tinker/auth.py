@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
-from rl.agents.app import make_refusal_response
+from rl.agents.endpoint.app import make_refusal_response
 from rl.http.guard import AccessGuard, RefusedError
 from rl.http.keys import Keys
 from rl.tinker.types import Limits

@@ -14,7 +14,7 @@ import anthropic
 import openai
 import pytest
 
-from rl.agents.endpoint import Endpoint
+from rl.agents.endpoint.episodes import Endpoint
 from rl.agents.settings import ClientRules
 from tests.support.agent_endpoint import serve
 from tools.agents_contract.scripted import reply_to
@@ -349,7 +349,7 @@ def test_schema_of_the_reply_is_refused_by_name():
 
 
 def test_error_in_a_stream_is_raised_by_the_client(monkeypatch):
-    monkeypatch.setattr("rl.agents.app.KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr("rl.agents.endpoint.app.KEEP_ALIVE_S", 0.01)
 
     async def scenario(clients):
         clients.served.generator.go_on = asyncio.Event()
@@ -394,7 +394,7 @@ def test_client_that_is_impatient_gets_the_reply_of_its_first_request(package, a
 
 @PACKAGES
 def test_client_that_is_cancelled_ends_its_sample(package, ask, monkeypatch):
-    monkeypatch.setattr("rl.agents.episode.GRACE_S", 0.02)
+    monkeypatch.setattr("rl.agents.endpoint.episode.GRACE_S", 0.02)
 
     async def scenario(clients):
         served = clients.served

@@ -203,7 +203,7 @@ def test_a_client_that_times_out_and_asks_again_gets_the_first_reply():
 
 
 def test_a_client_that_is_gone_cancels_its_reply(monkeypatch):
-    monkeypatch.setattr("rl.agents.episode.GRACE_S", 0.05)
+    monkeypatch.setattr("rl.agents.endpoint.episode.GRACE_S", 0.05)
 
     async def scenario(served):
         served.generator.go_on = asyncio.Event()
@@ -217,7 +217,7 @@ def test_a_client_that_is_gone_cancels_its_reply(monkeypatch):
 
 
 def test_a_stream_shows_signs_of_life(monkeypatch):
-    monkeypatch.setattr("rl.agents.app.KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr("rl.agents.endpoint.app.KEEP_ALIVE_S", 0.02)
 
     async def scenario(served):
         served.generator.go_on = asyncio.Event()

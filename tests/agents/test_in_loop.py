@@ -10,12 +10,12 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from rl.agents import in_loop, in_thread
 from rl.agents.config import EndpointConfig
-from rl.agents.in_loop import AgentFailedError, LoopAgents
-from rl.agents.in_thread import open_thread_player
-from rl.agents.local import open_local_player
-from rl.agents.plays.types import AgentSpec
+from rl.agents.players import in_loop, in_thread
+from rl.agents.players.in_loop import AgentFailedError, LoopAgents
+from rl.agents.players.in_thread import open_thread_player
+from rl.agents.players.local import open_local_player
+from rl.agents.players.plays import AgentSpec
 from rl.agents.program import AgentProgram
 from rl.agents.rollouts import AgentEpisodes
 from rl.rollouts.episode import EpisodeLimits

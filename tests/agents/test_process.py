@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl.agents.plays import folder as play_folder
-from rl.agents.plays import process
-from rl.agents.plays.folder import remove_folder
-from rl.agents.plays.process import AgentProcess, AgentProcessLostError
-from rl.agents.plays.types import AgentSpec
+from rl.agents.players import folder as play_folder
+from rl.agents.players import process
+from rl.agents.players.folder import remove_folder
+from rl.agents.players.plays import AgentSpec
+from rl.agents.players.process import AgentProcess, AgentProcessLostError
 from rl.types import Problem
 from rl.utils import namespaces
 from rl.utils.errors import RunError
@@ -733,8 +733,8 @@ def test_close_ends_agents_and_refuses_others(tmp_path):
 
 OWNER = """
 import asyncio, sys
-from rl.agents.plays.types import AgentSpec
-from rl.agents.plays.process import AgentProcess
+from rl.agents.players.plays import AgentSpec
+from rl.agents.players.process import AgentProcess
 from tests.support.playing_agents import DAEMON
 async def play():
     spec = AgentSpec(command=(sys.executable, "-c", DAEMON, sys.argv[1]))

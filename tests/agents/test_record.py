@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl.agents.branches import list_conversations
-from rl.agents.record import EpisodeRecord
+from rl.agents.endpoint.branches import list_conversations
+from rl.agents.endpoint.record import EpisodeRecord
 from rl.agents.types import BadRequestError, ChatRequest, ToolSpec
 from rl.rollouts.control_tokens import RefusedMessageError
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rl.agents.config import EndpointConfig
-from rl.agents.local import open_local_player
+from rl.agents.players.local import open_local_player
 from rl.agents.program import AgentProgram
 from rl.agents.rollouts import AgentEpisodes
 from rl.local import LocalBackend

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from rl.agents.episode import RequestIdentity
-from rl.agents.record import EpisodeRecord
-from rl.agents.stateless import ChatModel, StatelessAnswerer
+from rl.agents.endpoint.episode import RequestIdentity
+from rl.agents.endpoint.record import EpisodeRecord
+from rl.agents.endpoint.stateless import ChatModel, StatelessAnswerer
 from rl.agents.types import ChatRequest, RequestError, ToolSpec
 from rl.rollouts.samples import make_demonstrated_completion
 from rl.types import Message, ToolCall

@@ -10,10 +10,10 @@ import math
 import numpy as np
 import pytest
 
-from rl.agents.branches import list_conversations
 from rl.agents.dialects import tokens
 from rl.agents.dialects.reply_reader import ParsedReply
-from rl.agents.record import EpisodeRecord
+from rl.agents.endpoint.branches import list_conversations
+from rl.agents.endpoint.record import EpisodeRecord
 from rl.agents.types import BadRequestError, ChatRequest, RequestError, TokenPiece
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.types import Completion, Message

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from rl.agents.app import make_app, read_key
-from rl.agents.endpoint import Endpoint
-from rl.agents.episode import AgentEpisode
+from rl.agents.endpoint.app import make_app, read_key
+from rl.agents.endpoint.episode import AgentEpisode
+from rl.agents.endpoint.episodes import Endpoint
 from rl.agents.settings import ClientRules, EpisodeSettings
 from rl.http.server import format_url, listen, make_server
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer

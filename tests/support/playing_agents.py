@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rl.agents.plays.process import AgentProcess
-from rl.agents.plays.types import AgentSpec
+from rl.agents.players.plays import AgentSpec
+from rl.agents.players.process import AgentProcess
 from rl.types import Problem
 
 PLACE = f"{__name__}:obey"

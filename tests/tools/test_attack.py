@@ -24,6 +24,10 @@ OF_CHECKPOINTS = {
     "checkpoints",
     "delete",
     "set_ttl",
+    "/oai/api/v1/chat/completions",
+    "/oai/api/v1/responses",
+    "/anthropic/api/v1/messages",
+    "/anthropic/api/v1/messages/count_tokens",
 }
 """Calls that reach a checkpoint or its run."""
 LAST = ("delete", "finish")
@@ -46,15 +50,23 @@ async def ids_of(client):
 async def ask(client, call):
     headers = {"x-api-key": call.key, "content-type": call.content_type}
     transport = httpx.ASGITransport(client.app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/api/v1/") as http:
-        return await http.request(call.method, call.path, content=call.body, headers=headers)
+    # The paths of other APIs are whole ones.
+    path = call.path if call.path.startswith("/") else f"/api/v1/{call.path}"
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        return await http.request(call.method, path, content=call.body, headers=headers)
 
 
 async def reached_by(client, attacker):
     """Return the names of the attacker's calls that succeed."""
     calls = attacker.foreign_calls()
     names = sorted(calls, key=lambda name: (name in LAST, name))
-    return {name for name in names if (await ask(client, calls[name])).is_success}
+    reached = set()
+    for name in names:
+        answer = await ask(client, calls[name])
+        # The fake model has no tokenizer, which conversations miss only behind the owner's check.
+        if answer.is_success or (name.startswith("/") and answer.status_code != 404):
+            reached.add(name)
+    return reached
 
 
 @service_test(virtual=False)

@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from rl.agents.branches import list_conversations
 from rl.agents.dialects.fields import FIELDS
-from rl.agents.episode import AgentEpisode
+from rl.agents.endpoint.branches import list_conversations
+from rl.agents.endpoint.episode import AgentEpisode
 from rl.utils.proxies import make_loopback_exemption
 from tools.agents_contract.cases import Case
 from tools.agents_contract.clients.harness import CASES

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rl.agents.app import make_app
-from rl.agents.endpoint import Endpoint
-from rl.agents.episode import AgentEpisode
+from rl.agents.endpoint.app import make_app
+from rl.agents.endpoint.episode import AgentEpisode
+from rl.agents.endpoint.episodes import Endpoint
 from rl.agents.settings import EpisodeSettings
 from rl.http.server import format_url, listen, make_server
 from rl.rollouts.renderer import Renderer

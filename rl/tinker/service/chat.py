@@ -1,6 +1,6 @@
 """Conversations of OpenAI's and Anthropic's clients, sampled as the client `tinker` samples.
 
-    rl/agents/app.py  ->  OwnerAnswerer  ->  StatelessAnswerer  ->  OpenWeights, TinkerBackend
+    rl/agents/endpoint/app.py -> OwnerAnswerer -> StatelessAnswerer -> OpenWeights, TinkerBackend
 
 A model is the base model, by any of its names, or the path of saved sampler weights:
 `tinker://<model>/sampler_weights/<name>`, also behind the base model's name and a semicolon. There
@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from fastapi import Request
 
-from rl.agents.answering import Answer, make_model_error
-from rl.agents.episode import RequestIdentity
-from rl.agents.stateless import ChatModel, StatelessAnswerer
+from rl.agents.endpoint.answering import Answer, make_model_error
+from rl.agents.endpoint.episode import RequestIdentity
+from rl.agents.endpoint.stateless import ChatModel, StatelessAnswerer
 from rl.agents.types import ChatRequest, RequestError
 from rl.models.files.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
@@ -199,7 +199,7 @@ class _Sampler:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OwnerAnswerer:
-    """An `rl.agents.app.Answerer` of all models that an owner may sample from."""
+    """An `rl.agents.endpoint.app.Answerer` of all models that an owner may sample from."""
 
     chats: Chats
     owner: str

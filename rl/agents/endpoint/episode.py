@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from rl.agents.answering import (
+from rl.agents.endpoint.answering import (
     Answer,
     check_model,
     honour_sampling,
@@ -20,8 +20,8 @@ from rl.agents.answering import (
     plan_turn,
     read_answer,
 )
-from rl.agents.branches import Conversations, list_conversations
-from rl.agents.record import EpisodeRecord, PlannedTurn
+from rl.agents.endpoint.branches import Conversations, list_conversations
+from rl.agents.endpoint.record import EpisodeRecord, PlannedTurn
 from rl.agents.settings import ClientRules, EpisodeSettings
 from rl.agents.types import ChatRequest, RequestError
 from rl.protocols import TokenGenerator

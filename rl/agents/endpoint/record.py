@@ -4,7 +4,7 @@ A request continues the recorded conversation whose messages it repeats, and onl
 are rendered. Any other request begins a conversation. Tokens that the model has sampled are never
 tokenized again: a rewritten history that quotes a recorded reply gets the tokens of that reply.
 
-    requests of an agent            turns (recorded)          branches (rl/agents/branches.py)
+    requests of an agent            turns (recorded)          branches (branches.py)
     [s, u1]                         0: s, u1      -> a1       0 1    main
     [s, u1, a1, t1]                 1: t1         -> a2       2      main, rewritten
     [s, summary]                    2: s, summary -> a3       0 3    main, fork

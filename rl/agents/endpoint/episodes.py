@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from rl.agents.episode import AgentEpisode
+from rl.agents.endpoint.episode import AgentEpisode
 from rl.agents.settings import ClientRules, EpisodeSettings
 from rl.agents.types import RequestError
 from rl.protocols import TokenGenerator

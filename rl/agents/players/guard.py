@@ -1,7 +1,7 @@
 """Guard of one play: starts the agent, watches it, and ends all that it has started.
 
-A fork of the zygote (`rl.agents.plays.zygote`), and a subreaper: also daemons that the agent leaves
-belong to it. It runs no foreign code, reads the output so that the agent is never blocked by the
+A fork of the zygote (`rl.agents.players.zygote`), and a subreaper: also daemons that the agent
+leaves belong to it. It runs no foreign code, reads the output so that the agent is never blocked by the
 owner, nor the owner by the agent, and answers on the link of the play:
 
     from the owner   the length of the request in 8 bytes, the pickled AgentSpec;
@@ -27,9 +27,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rl.agents.plays.folder import PlayFolder
-from rl.agents.plays.function import MAX_VALUE_BYTES, run_function
-from rl.agents.plays.types import NOT_FOUND, NOT_STARTED, AgentResult, AgentSpec, PlayEnd
+from rl.agents.players.folder import PlayFolder
+from rl.agents.players.function import MAX_VALUE_BYTES, run_function
+from rl.agents.players.plays import NOT_FOUND, NOT_STARTED, AgentResult, AgentSpec, PlayEnd
 from rl.utils.descendants import END_S, adopt_orphans, end_children
 
 BEGUN, RESULT, LOST = b"B", b"R", b"L"

@@ -9,12 +9,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rl.agents.app import make_app
 from rl.agents.config import EndpointConfig
-from rl.agents.endpoint import Endpoint
-from rl.agents.episode import AgentEpisode
-from rl.agents.plays.process import AgentProcess
-from rl.agents.plays.types import AgentResult, AgentSpec
+from rl.agents.endpoint.app import make_app
+from rl.agents.endpoint.episode import AgentEpisode
+from rl.agents.endpoint.episodes import Endpoint
+from rl.agents.players.plays import AgentResult, AgentSpec
+from rl.agents.players.process import AgentProcess
 from rl.agents.program import AgentProgram
 from rl.agents.settings import EpisodeSettings
 from rl.agents.types import PlayedEpisode
@@ -36,8 +36,8 @@ KEPT_OUTPUT = 16_384
 
 
 class Agents(Protocol):
-    """Something that plays agents: `rl.agents.plays.process.AgentProcess`, or
-    `rl.agents.in_loop.LoopAgents`.
+    """Something that plays agents: `rl.agents.players.process.AgentProcess`, or
+    `rl.agents.players.in_loop.LoopAgents`.
     """
 
     async def start(self) -> None: ...

@@ -2,10 +2,10 @@
 
 An agent may crash, hang, end its process, start daemons, change its environment or fill its folder:
 only its own play ends by that, and nothing of it stays behind. All agents are forks of one process
-(`rl.agents.plays.zygote`), which has imported the function once.
+(`rl.agents.players.zygote`), which has imported the function once.
 
 This side runs in an event loop that others need: it waits for sockets, and leaves the output, the
-limits and the folders to the guard of each play (`rl.agents.plays.guard`).
+limits and the folders to the guard of each play (`rl.agents.players.guard`).
 
 An agent is confined in no other way: it has the rights of the user who runs it, the network, and
 all files. Linux only, for subreapers and descriptors of processes.
@@ -26,9 +26,9 @@ import sys
 from collections.abc import Collection
 from multiprocessing.context import SpawnProcess
 
-from rl.agents.plays.guard import BEGUN, LENGTH, LOST, RESULT
-from rl.agents.plays.types import AgentResult, AgentSpec
-from rl.agents.plays.zygote import KILL, PLAY, ZygoteReport, run_zygote
+from rl.agents.players.guard import BEGUN, LENGTH, LOST, RESULT
+from rl.agents.players.plays import AgentResult, AgentSpec
+from rl.agents.players.zygote import KILL, PLAY, ZygoteReport, run_zygote
 from rl.utils.errors import RunError
 from rl.utils.printing import describe_value
 from rl.utils.processes import signal_name

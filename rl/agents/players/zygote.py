@@ -7,7 +7,7 @@ The zygote imports the agents' function once and runs no foreign code afterwards
 of a process that has just imported it. `rl.utils.descendants` ends all of them with the owner, and
 removes their folders.
 
-    from the owner   b"play 17" with the end of a socket (`rl.agents.plays.guard`);
+    from the owner   b"play 17" with the end of a socket (`rl.agents.players.guard`);
                      b"kill 17" for a guard that does not answer
     to the owner     once, a pickled ZygoteReport
 """
@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from rl.agents.plays.folder import remove_folder
-from rl.agents.plays.guard import LOST, frame, guard_play
+from rl.agents.players.folder import remove_folder
+from rl.agents.players.guard import LOST, frame, guard_play
 from rl.utils.compat import exit_at_once
 from rl.utils.descendants import adopt_orphans, end_children, list_children, run_guarded
 from rl.utils.printing import describe_value, truncate

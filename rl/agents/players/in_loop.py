@@ -1,7 +1,7 @@
 """Agents that are async functions in this event loop: of a notebook, or of a library.
 
 A function here can do what this process can. Code that is not trusted, that blocks, or that may
-end the process belongs in `rl.agents.plays.process`.
+end the process belongs in `rl.agents.players.process`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Awaitable
 from typing import Any, Protocol
 
-from rl.agents.plays.types import AgentResult, AgentSpec, PlayEnd
+from rl.agents.players.plays import AgentResult, AgentSpec, PlayEnd
 from rl.types import Problem
 from rl.utils.clock import now_s
 

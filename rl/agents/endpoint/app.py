@@ -25,12 +25,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rl.agents.answering import Answer
-from rl.agents.branches import ROLES
 from rl.agents.dialects import chat, messages, responses, tokens
 from rl.agents.dialects.reply_reader import ParsedReply
-from rl.agents.endpoint import Endpoint
-from rl.agents.episode import AgentEpisode, RequestIdentity
+from rl.agents.endpoint.answering import Answer
+from rl.agents.endpoint.branches import ROLES
+from rl.agents.endpoint.episode import AgentEpisode, RequestIdentity
+from rl.agents.endpoint.episodes import Endpoint
 from rl.agents.types import BadRequestError, ChatReply, ChatRequest, RequestError
 from rl.http.guard import AccessGuard, RefusedError
 from rl.utils.pace import Pace

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from rl.agents.config import EndpointConfig
-from rl.agents.host import AgentHost, Agents, open_host
+from rl.agents.players.host import AgentHost, Agents, open_host
 from rl.agents.program import AgentProgram
 from rl.agents.settings import EpisodeSettings
 from rl.agents.types import PlayedEpisode

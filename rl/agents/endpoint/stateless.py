@@ -12,7 +12,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl.agents.answering import (
+from rl.agents.dialects.fields import show_value
+from rl.agents.endpoint.answering import (
     SEED_BITS,
     Answer,
     check_model,
@@ -21,9 +22,8 @@ from rl.agents.answering import (
     plan_turn,
     read_answer,
 )
-from rl.agents.dialects.fields import show_value
-from rl.agents.episode import RequestIdentity
-from rl.agents.record import EpisodeRecord, PlannedTurn
+from rl.agents.endpoint.episode import RequestIdentity
+from rl.agents.endpoint.record import EpisodeRecord, PlannedTurn
 from rl.agents.types import BadRequestError, ChatRequest
 from rl.protocols import TokenGenerator
 from rl.rollouts.renderer import Renderer
@@ -61,7 +61,7 @@ class ChatModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StatelessAnswerer:
-    """An `rl.agents.app.Answerer` of one model.
+    """An `rl.agents.endpoint.app.Answerer` of one model.
 
     Example:
         >>> answerer = StatelessAnswerer(model=model, generator=generator, names=("tiny",))
