@@ -1,8 +1,8 @@
 """Guard of one play: starts the agent, watches it, and ends all that it has started.
 
 A fork of the zygote (`rl.agents.players.zygote`), and a subreaper: also daemons that the agent
-leaves belong to it. It runs no foreign code, reads the output so that the agent is never blocked by the
-owner, nor the owner by the agent, and answers on the link of the play:
+leaves belong to it. It runs no foreign code, reads the output so that the agent is never blocked
+by the owner, nor the owner by the agent, and answers on the link of the play:
 
     from the owner   the length of the request in 8 bytes, the pickled AgentSpec;
                      the end of this direction asks for the end of the play
