@@ -15,7 +15,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl.utils.compat import exit_after
@@ -175,11 +175,6 @@ def choose_origin(argv: Sequence[str]) -> tuple[str, str]:
     return "sum_digits", "tiny"
 
 
-SERVE_RUN = Subcommand(
-    title="talk to what a run has trained", usage="relay serve outputs/A", place="rl.serve:main"
-)
-
-
 def explain(argv: Sequence[str]) -> int:
     """Explain a run without starting it; the first argument may be a form, such as `full`."""
     has_form = bool(argv) and not argv[0].startswith("-")
@@ -191,7 +186,7 @@ def serve(argv: Sequence[str]) -> int:
     from rl.config.cli import main as serve_config
 
     if argv and not argv[0].startswith("-"):
-        return SERVE_RUN.run(argv)
+        return replace(SUBCOMMANDS["serve"], place="rl.serve:main").run(argv)
     return serve_config(
         argv, default_module="configs.tinker", default_config="tiny", prog="relay serve"
     )

@@ -46,6 +46,11 @@ def test_unknown_subcommand_names_the_nearest(capsys):
     assert "relay trian: no such subcommand; did you mean train?" in capsys.readouterr().err
 
 
+def test_serve_with_a_folder_serves_a_run(tmp_path, capsys):
+    assert main(["serve", str(tmp_path / "none")]) == 2
+    assert "there is no such folder; give the folder of a run" in capsys.readouterr().err
+
+
 def test_train_alone_shows_how_it_is_used(capsys):
     assert main(["train"]) == 2
     assert "relay train --model NAME --data FILE" in capsys.readouterr().err

@@ -250,7 +250,7 @@ def test_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
 
 def test_answer_that_nobody_takes_closes_its_connection(tmp_path, monkeypatch):
     async def scenario():
-        monkeypatch.setattr(http_server, "WRITE_TIMEOUT_S", 0.2)
+        monkeypatch.setattr("rl.http.server.WRITE_TIMEOUT_S", 0.2)
         async with served(fake_service(tmp_path)) as connect:
             _, writer = await connect()
             writer.transport.pause_reading()

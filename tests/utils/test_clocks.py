@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent.parent
 PRODUCT = ("losses", "rl", "actors", "configs")
 
 STAMPS = {
+    "rl/agents/endpoint/answering.py": "when a reply was given, as clients are told",
     "rl/observability/spans.py": "the origin of spans; they go on by the monotonic clock",
     "rl/observability/events.py": "the stamps of events",
     "rl/doctor.py": "how long ago the last step was, as the doctor shows it",

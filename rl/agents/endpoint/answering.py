@@ -68,6 +68,7 @@ def read_answer(
     model: str,
 ) -> Answer:
     """Return what the client is told of a completion; `model` is named if the client names none."""
+    # Of the model's text, not of the parts below: a stop text may lie within a call.
     text = renderer.text(completion.token_ids, prompt_ids=plan.context_ids)
     text, stop_text = _cut_at_stop(text, request.stop)
     reply_id = secrets.token_hex(12)
@@ -77,12 +78,14 @@ def read_answer(
         reply_id=reply_id,
         has_tools=request.has_tools,
     )
+    # A reply at the limit of tokens has ended there, whatever it has said by then.
     end: ReplyEnd = "tool_calls" if parsed.calls else "stop"
     if completion.is_cut_off:
         end = "length"
     cached = 0 if plan.parent is None else len(plan.context_ids) - len(plan.prompt_ids)
     token_texts: tuple[str, ...] = ()
     if "logprobs" in request.wants:
+        # One by one, as clients want them: a letter of several tokens has no text of its own.
         decode = renderer.tokenizer.decode
         token_texts = tuple(decode([int(one)]) for one in completion.token_ids)
     reply = ChatReply(

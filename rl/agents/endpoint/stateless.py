@@ -116,6 +116,7 @@ class StatelessAnswerer:
         if room < 1:
             raise make_context_error(num_context, most=self.model.max_context)
         asked = request.max_tokens
+        # The defaults of the clients' APIs, not those of a run.
         by_default = SamplingParams(
             max_tokens=room if asked is None else min(asked, room),
             stop_token_ids=self.model.renderer.stop_token_ids,
@@ -142,6 +143,7 @@ def _refuse_without_effect(request: ChatRequest, *, thinks: bool) -> None:
         "chat_template_kwargs": {"enable_thinking": thinks},
     }
     for name, value in request.asked.items():
+        # What is not listed is honoured; an empty object asks for nothing.
         if name not in accepted or value == accepted[name] or value == {}:
             continue
         raise BadRequestError(
