@@ -35,6 +35,8 @@ class AgentProgram:
     max_output_bytes: int = 16 * MIB
     max_folder_bytes: int = 1024 * MIB
     keep_home: bool = False
+    may_leave_processes: bool = False
+    """Processes that the agent leaves at its end are no failure of the rollout; they are ended."""
     may_exit_with_error: bool = False
     """An exit status other than 0 is no failure of the rollout: the reward reads it."""
 

@@ -69,6 +69,9 @@ class AgentTask(Configurable):
         """Most output of an agent, in MiB; more ends it."""
         max_folder_mib: int = 1024
         """Most disk space of an agent's folder, in MiB; more ends it."""
+        may_leave_processes: bool = False
+        """Accept agents that leave processes at their end, which are ended then. Otherwise their
+        rollouts have failed: what was left could still have worked on the result."""
         keep_home: bool = False
         """Leave HOME to the agent, for tools and settings that are installed there."""
 
@@ -107,6 +110,7 @@ class AgentTask(Configurable):
             needs_network=config.needs_network,
             max_output_bytes=int(config.max_output_mib * MIB),
             max_folder_bytes=config.max_folder_mib * MIB,
+            may_leave_processes=config.may_leave_processes,
             keep_home=config.keep_home,
             may_exit_with_error=config.reward == "exit_status",
         )

@@ -106,6 +106,8 @@ def test_run_decides_the_sampling():
         _, sampling = served.generator.calls[0]
         assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (1.0, 1.0, 7)
         assert sampling.stop_texts == ("x",)
+        asked = {"model": ["any"], "temperature": [0.2], "top_p": [0.5], "seed": [1]}
+        assert served.episode.asked == asked
 
     run(scenario)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rl.agents.endpoint.answering import (
     Answer,
@@ -29,6 +31,12 @@ from rl.rollouts.renderer import Renderer
 from rl.types import BranchRole, EndReason, SamplingParams
 from rl.utils.pace import Pace
 
+logger = logging.getLogger(__name__)
+
+MAX_ASKED = 16
+"""Most values of a field that are recorded."""
+_told_harmless: set[str] = set()
+"""Fields that the log has told of."""
 GRACE_S = 5.0
 """Time after a disconnection in which a client may ask again before its reply is cancelled. Clients
 that retry wait up to a few seconds before they do."""
@@ -65,6 +73,8 @@ class AgentEpisode:
     """Turns of all episodes."""
     counts: Counter[str] = field(default_factory=Counter)
     """Requests, retries, disconnections and fields without effect, by name."""
+    asked: dict[str, list[Any]] = field(default_factory=dict)
+    """Model and sampling that clients asked for, each value once, by field."""
     posted: dict[str, float] = field(default_factory=dict)
     """Numbers that the agent has posted; `reward` is its reward."""
     reached: EndReason | None = None
@@ -144,7 +154,7 @@ class AgentEpisode:
         self.counts["requests"] += 1
         if self.counts["requests"] > self.settings.max_requests:
             self._stop_at("turns", f"its {self.settings.max_requests} replies")
-        self.counts.update(f"harmless/{name}" for name in request.harmless)
+        self._note_fields(request)
 
         plan = plan_turn(self.record, request, role=role)
         sampling = self._choose_sampling(request, plan)
@@ -162,6 +172,18 @@ class AgentEpisode:
         if request.requires_call and not parsed.calls:
             self.counts["missed_calls"] += 1
         return answer
+
+    def _note_fields(self, request: ChatRequest) -> None:
+        """Record what the client asked for, and count what has no effect."""
+        for name, value in (("model", request.model), *request.asked.items()):
+            values = self.asked.setdefault(name, [])
+            if value not in values and len(values) < MAX_ASKED:
+                values.append(value)
+        for name in request.harmless:
+            self.counts[f"harmless/{name}"] += 1
+            if name not in _told_harmless:
+                _told_harmless.add(name)
+                logger.info("agents send the field %s, which has no effect", name)
 
     def _choose_sampling(self, request: ChatRequest, plan: PlannedTurn) -> SamplingParams:
         """Return the sampling of a reply; raise RequestError if there is no room for one."""

@@ -30,7 +30,7 @@ from typing import Any
 from rl.agents.players.folder import PlayFolder
 from rl.agents.players.function import MAX_VALUE_BYTES, run_function
 from rl.agents.players.plays import NOT_FOUND, NOT_STARTED, AgentResult, AgentSpec, PlayEnd
-from rl.utils.descendants import END_S, adopt_orphans, end_children
+from rl.utils.descendants import END_S, adopt_orphans, end_children, list_children
 
 BEGUN, RESULT, LOST = b"B", b"R", b"L"
 LENGTH = struct.Struct("<Q")
@@ -39,6 +39,9 @@ LINK_S = 60.0
 KEPT_OUTPUT_BYTES = 64 * 1024
 """Most bytes of the output in a result."""
 CHUNK_BYTES = 64 * 1024
+LEAVE_S = 0.5
+"""Time after the agent's end in which processes that it has left may end by themselves."""
+LEFT_POLL_S = 0.005
 LOOK_S = 1.0
 """Shortest time between two looks at the folder."""
 LOOK_SHARE = 20
@@ -145,6 +148,8 @@ class _Play:
         """Last part of the output."""
         self._num_bytes = 0
         """Length of the whole output."""
+        self._num_left = 0
+        """Processes that the agent has left."""
 
     def run(
         self, function: Callable[[Any], Any] | None, *, base_env: Mapping[str, str]
@@ -160,6 +165,8 @@ class _Play:
         else:
             end = os.pidfd_open(pid)
             stopped = self._watch(end, until_s=start_s + self._spec.time_limit_s)
+            if stopped is None:
+                self._num_left = _count_left(pid)
             status = _end_agent(pid, end=end)
             end_children()
             # A writer that nothing could end may hold the pipe, which is then empty, not ended.
@@ -289,9 +296,28 @@ class _Play:
             output=self._output[-KEPT_OUTPUT_BYTES:].decode(errors="replace"),
             value=json.loads(text) if text and stopped is None and status == 0 else None,
             files=self._folder.collect(self._spec.collect),
+            num_left=self._num_left,
             wall_s=wall_s,
             cpu_s=used.ru_utime + used.ru_stime,
         )
+
+
+def _count_left(agent: int) -> int:
+    """Return how many processes an agent has left at its end; those that end soon do not count."""
+    until_s = time.monotonic() + LEAVE_S
+    while True:
+        left = [pid for pid in list_children() if pid != agent and not _is_over(pid)]
+        if not left or time.monotonic() > until_s:
+            return len(left)
+        time.sleep(LEFT_POLL_S)
+
+
+def _is_over(pid: int) -> bool:
+    """Return whether a child has ended, and forget it then."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
 
 
 def _end_agent(pid: int, *, end: int) -> int:

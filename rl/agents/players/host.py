@@ -88,6 +88,7 @@ class AgentHost:
             "value": result.value,
             "files": dict(result.files),
             "posted": dict(episode.posted),
+            "asked": {name: list(values) for name, values in episode.asked.items()},
             "wall_s": result.wall_s,
         }
         metrics = {f"agent/{name}": float(count) for name, count in episode.counts.items()}
@@ -113,6 +114,8 @@ class AgentHost:
                 reason = f"the agent failed: {result.describe()}"
         elif result.reason != "ok":
             reason = f"the agent was {result.describe()}"
+        elif result.num_left and not self.program.may_leave_processes:
+            reason = "the agent left processes behind, which were ended"
         if reason is None and not has_turns:
             reason = "the agent has asked the model nothing"
         if reason is None:

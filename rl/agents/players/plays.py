@@ -126,6 +126,8 @@ class AgentResult:
     """Value that the function returned, if that is JSON; else None, and the output says why."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Files to collect that exist, by their path; of a large one the beginning."""
+    num_left: int = 0
+    """Processes that the agent left at its own end, without those below them; they were ended."""
     wall_s: float
     """Seconds from the start of the agent to the end of all that it started."""
     cpu_s: float
