@@ -122,7 +122,7 @@ def find_network_use(
         if program.needs_network:
             return "the agents of this task (task.needs_network)"
         if not is_loopback(config.agents.host):
-            return f"the endpoint of agents at agents.host={config.agents.host!r}"
+            return f"the endpoint of agents at agents.listen={config.agents.listen!r}"
     if not config.reward.num_procs or rubric is None or not rubric.remote:
         return None
     return f"the reward function {rubric.remote[0]!r}, called in reward actors,"

@@ -16,11 +16,13 @@ class EndpointConfig(Configurable.Config):
 
     max_running: int = 64
     """Most agents at the same time."""
-    host: str = "127.0.0.1"
-    """Address to listen on: loopback for agents that this run starts. Another one lets agents
-    in from outside, by plain HTTP, each with the key of its episode."""
-    port: int = 0
-    """Port to listen on; 0 takes a free one."""
+    listen: str = "127.0.0.1:0"
+    """Address and port to listen on; port 0 is a free one. Loopback is for agents on this machine;
+    another address, such as 0.0.0.0:8100, lets agents in from containers and other machines, by
+    plain HTTP, each with the key of its episode."""
+    url: str | None = None
+    """URL of the endpoint as agents reach it, such as http://head-node:8100; None: the address that
+    it listens on."""
     trained_roles: tuple[BranchRole, ...] = ("main", "sub-agent")
     """Roles of the conversations that are trained on; others are only recorded."""
     models: tuple[str, ...] = ()
@@ -40,8 +42,30 @@ class EndpointConfig(Configurable.Config):
 
     def __post_init__(self) -> None:
         check_bounds(self, "max_running", "max_body_mib", at_least=1)
-        check_bounds(self, "port", at_least=0, at_most=65_535)
+        if not (0 <= self.port <= 65_535 and self.host):
+            raise ValueError(
+                f"listen={self.listen!r}: must be an address and a port up to 65535, such as "
+                "127.0.0.1:0 or [::1]:8100"
+            )
+        if self.url is None and self.host in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"listen={self.listen!r} is no address that agents could ask: set url to the one "
+                "by which they reach this machine, such as http://head-node:8100"
+            )
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url={self.url!r}: must begin with http:// or https://")
         check_bounds(self, "import_timeout_s", above=0)
+
+    @property
+    def host(self) -> str:
+        """Address of `listen`; empty if it has none."""
+        return self.listen.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """Port of `listen`; -1 if it has none."""
+        port = self.listen.rpartition(":")[2]
+        return int(port) if port.isdecimal() and len(port) <= 5 else -1
 
     @property
     def rules(self) -> ClientRules:

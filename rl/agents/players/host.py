@@ -167,6 +167,6 @@ async def open_host(
             endpoint=endpoint,
             agents=agents,
             program=program,
-            url=format_url(listener),
+            url=(config.url or format_url(listener)).rstrip("/"),
             trained=config.trained_roles,
         )
