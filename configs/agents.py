@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from actors.agents import AgentEndpoint
 from actors.controller import Controller
 from configs import sum_digits
@@ -36,6 +38,29 @@ def compacting_agent() -> Controller.Config:
     # Four products make a demonstration four times as long.
     config.warmup = SupervisedWarmup.Config(num_steps=300, num_demonstrations=10)
     config.loop.groups_per_batch = 8
+    return config
+
+
+def smolagents_agent() -> Controller.Config:
+    """smolagents' ToolCallingAgent in an environment of its own
+    (examples/agents/smolagents_tools.py), and Qwen3-0.6B; one GPU of 80 GB.
+    """
+    config = sum_digits.qwen3_0_6b()
+    config.description = "Qwen3-0.6B behind smolagents, on GPUs"
+    script = Path("examples/agents/smolagents_tools.py").absolute()
+    python = Path(".venv-agents/smolagents/bin/python").absolute()
+    config.task = AgentTask.Config(
+        problems=Calculation.Config(num_digits=4, num_eval=128),
+        command=(str(python), str(script), "{question}"),
+        # The answer is what the agent prints at its end, not the model's last reply.
+        reward="rl.tasks.calculation:reward_of_output",
+    )
+    config.agents = AgentEndpoint.Config()
+    config.renderer = RendererConfig(kind="qwen3")
+    config.loop.episode.max_turns = 8
+    config.loop.sampling.max_tokens = 1024
+    config.generator.max_model_len = 8192
+    config.trainer.training.max_tokens_per_microbatch = 8192
     return config
 
 

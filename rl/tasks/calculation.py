@@ -109,6 +109,12 @@ class Calculation(GeneratedTask):
         return num_right / len(answers)
 
 
+def reward_of_output(rollout: Rollout) -> float:
+    """Return 1 if the last number that an agent printed is the answer of the last product."""
+    number = find_answer(str(rollout.state.get("output", "")), "last_number")
+    return float(number is not None and same_answer(rollout.answer.split()[-1], number))
+
+
 class ProductEnvironment(ToolEnvironment):
     """Asks for the products of a problem one after another, and answers calls of the calculator.
 

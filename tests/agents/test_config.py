@@ -18,7 +18,7 @@ def test_address_and_port_are_read(listen, host, port):
 
 @pytest.mark.parametrize("listen", ["", "127.0.0.1", ":80", "host:", "host:-1", "host:65536"])
 def test_address_without_a_port_is_refused(listen):
-    with pytest.raises(ValueError, match="listen=.*must be an address and a port"):
+    with pytest.raises(ValueError, match=r"listen=.*must be an address and a port"):
         EndpointConfig(listen=listen)
 
 
