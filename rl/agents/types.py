@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from rl.types import Branch, Completion, EndReason, Message, ToolCall, Turn
 from rl.utils.sharing import ReadOnlyDict
 
@@ -22,6 +24,7 @@ ReplyExtra = Literal["logprobs", "token_ids", "token_names", "usage", "reasoning
 of the texts of tokens; usage: at the end of a stream, elsewhere it is always told; reasoning: the
 thoughts of the reply."""
 NOTHING: Mapping[str, Any] = ReadOnlyDict()
+NO_IDS = np.empty(0, dtype=np.int32)
 
 
 class RequestError(Exception):
@@ -114,14 +117,14 @@ class ReplyCall:
     call: ToolCall
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReplyStart:
     """The part of a reply that is known before its first token."""
 
     id: str
     created: int
     model: str
-    prompt_ids: tuple[int, ...]
+    prompt_ids: np.ndarray
     cached_tokens: int = 0
 
 
@@ -151,8 +154,8 @@ class ChatReply:
     text: str
     """The completion decoded (`rl.types.Turn.text`), without a stop text at its end."""
     end: ReplyEnd
-    prompt_ids: tuple[int, ...]
-    """Every token that the model has read."""
+    prompt_ids: np.ndarray
+    """[T] int32, every token that the model has read."""
     completion: Completion
     stop_text: str | None = None
     """Stop text that ended the reply."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import resource
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl.http.guard import limit_connections
 
@@ -26,6 +28,34 @@ DRAIN_TIMEOUT_S = 5.0
 """Time for answers in progress once the server is stopping."""
 
 
+class ImpatientProtocol(H11Protocol):
+    """uvicorn's protocol with a limit on the bytes of headers, which h11 has, and on the time in
+    which a client takes what it was sent.
+
+    The kernel's own limit does not end the connection of a client that is alive and only stops
+    reading.
+    """
+
+    _giving_up: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._giving_up = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _stop_timer(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+
+
 def make_server(app: ASGIApp) -> uvicorn.Server:
     """Return the server of an application; `serve` takes its sockets.
 
@@ -34,7 +64,7 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
     server = uvicorn.Server(
         uvicorn.Config(
             app,
-            http="h11",  # It has a limit on the bytes of headers.
+            http=ImpatientProtocol,
             h11_max_incomplete_event_size=HEADER_BYTES,
             limit_concurrency=limit_connections(),
             backlog=BACKLOG,

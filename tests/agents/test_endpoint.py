@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import socket
 
 import httpx
 import pytest
 
+from rl.agents.dialects import chat
 from rl.agents.settings import ClientRules
 from tests.support.agent_endpoint import serve
 
@@ -232,6 +235,25 @@ def test_a_stream_shows_signs_of_life(monkeypatch):
             served.generator.go_on.set()
             rest = [line async for line in lines]
         assert rest[-2] == "data: [DONE]"
+
+    run(scenario)
+
+
+def test_a_client_that_stops_reading_is_cut_off_and_counted(monkeypatch):
+    monkeypatch.setattr("rl.http.server.WRITE_TIMEOUT_S", 0.2)
+    # More than the kernel takes for a client that does not read.
+    monkeypatch.setattr(chat, "stream_body", lambda *_: b"x" * 32_000_000)
+
+    async def scenario(served):
+        host, _, port = served.url.removeprefix("http://").partition(":")
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        body = json.dumps({"model": "m", "messages": [HI], "stream": True})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nx-api-key: {served.key}\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        with contextlib.closing(client):
+            await _until(lambda: served.episode.counts["cut_off"])
 
     run(scenario)
 

@@ -160,7 +160,7 @@ def test_conversation_is_rendered_as_in_an_episode(answerer):
 
     answer = ask(long, HI, called, told, tools=(ADD,))
 
-    assert answer.reply.prompt_ids == tuple(expected.tolist())
+    assert answer.reply.prompt_ids.tolist() == expected.tolist()
     request = ChatRequest(messages=(HI, called, told), tools=(ADD,), model="m")
     assert asyncio.run(long.count_tokens(request)) == len(expected)
 

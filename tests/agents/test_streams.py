@@ -3,6 +3,7 @@
 import json
 import random
 
+import numpy as np
 import pytest
 
 from rl.agents.dialects.reply_reader import ParsedReply, ReplyReader, join_events, read_reply
@@ -311,7 +312,7 @@ def test_error_in_a_stream_is_told_in_it():
 
 
 def test_keep_alives_are_comments_or_pings():
-    start = ReplyStart(id="r1", created=1, model="m", prompt_ids=(1,))
+    start = ReplyStart(id="r1", created=1, model="m", prompt_ids=np.array([1]))
     for dialect, make_stream in STREAMS.items():
         keep_alive = make_stream(make_request(dialect), start=start).keep_alive
         if dialect == "messages":

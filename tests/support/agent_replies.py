@@ -68,7 +68,7 @@ def make_reply(parsed: ParsedReply, *, text: str = "", **more: Any) -> ChatReply
         "model": "policy",
         "text": text,
         "end": find_end(finish_reason, has_calls=bool(parsed.calls)),
-        "prompt_ids": (4, 5, 6),
+        "prompt_ids": np.array([4, 5, 6], dtype=np.int32),
         "completion": completion,
         "cached_tokens": 2,
     }

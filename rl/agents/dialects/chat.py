@@ -42,6 +42,7 @@ from rl.agents.dialects.writing import (
     write_arguments,
 )
 from rl.agents.types import (
+    NO_IDS,
     NO_TOKENS,
     ChatReply,
     ChatRequest,
@@ -241,7 +242,7 @@ def make_body(reply: ChatReply, request: ChatRequest, parsed: ParsedReply) -> di
     body = {**_describe_head(reply.start, kind="chat.completion"), "choices": [choice]}
     body["usage"] = describe_openai_usage(reply)
     if "token_ids" in request.wants:
-        body["prompt_token_ids"] = list(reply.prompt_ids)
+        body["prompt_token_ids"] = reply.prompt_ids.tolist()
     return body
 
 
@@ -266,7 +267,7 @@ class ChatStream:
         """Return the first chunk, which has the role and vLLM's ids of the prompt."""
         chunk = self._make_chunk({"role": "assistant", "content": ""})
         if "token_ids" in self._request.wants:
-            chunk["prompt_token_ids"] = list(self._start.prompt_ids)
+            chunk["prompt_token_ids"] = self._start.prompt_ids.tolist()
         return frame_data(chunk)
 
     def add(self, events: Sequence[ReplyEvent], *, tokens: TokenPiece = NO_TOKENS) -> bytes:
@@ -333,7 +334,7 @@ class ChatStream:
 
 def stream_error(error: RequestError, request: ChatRequest) -> bytes:
     """Return the stream of a reply that has failed before its first token."""
-    start = ReplyStart(id="", created=0, model=request.model, prompt_ids=())
+    start = ReplyStart(id="", created=0, model=request.model, prompt_ids=NO_IDS)
     return ChatStream(request, start=start).fail(error)
 
 

@@ -30,6 +30,7 @@ from rl.agents.dialects.reading import (
 from rl.agents.dialects.reply_reader import ParsedReply, ReplyEvent, join_events
 from rl.agents.dialects.writing import frame_event, select_parts, tell_end, write_arguments
 from rl.agents.types import (
+    NO_IDS,
     NO_TOKENS,
     BadRequestError,
     ChatReply,
@@ -377,7 +378,7 @@ class MessagesStream:
 
 def stream_error(error: RequestError, request: ChatRequest) -> bytes:
     """Return the stream of a reply that has failed before its first token."""
-    start = ReplyStart(id="", created=0, model=request.model, prompt_ids=())
+    start = ReplyStart(id="", created=0, model=request.model, prompt_ids=NO_IDS)
     return MessagesStream(request, start=start).fail(error)
 
 

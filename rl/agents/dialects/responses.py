@@ -38,6 +38,7 @@ from rl.agents.dialects.writing import (
     write_arguments,
 )
 from rl.agents.types import (
+    NO_IDS,
     NO_TOKENS,
     ChatReply,
     ChatRequest,
@@ -269,7 +270,7 @@ class ResponsesStream:
 
 def stream_error(error: RequestError, request: ChatRequest) -> bytes:
     """Return the stream of a reply that has failed before its first token."""
-    start = ReplyStart(id="", created=0, model=request.model, prompt_ids=())
+    start = ReplyStart(id="", created=0, model=request.model, prompt_ids=NO_IDS)
     return ResponsesStream(request, start=start).fail(error)
 
 

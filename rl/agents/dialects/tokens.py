@@ -122,7 +122,7 @@ def _describe_head(reply: ChatReply) -> dict[str, Any]:
 
 def _describe_prompt(reply: ChatReply, request: ChatRequest) -> dict[str, Any]:
     wanted = "token_ids" in request.wants
-    return {"prompt_token_ids": list(reply.prompt_ids) if wanted else None}
+    return {"prompt_token_ids": reply.prompt_ids.tolist() if wanted else None}
 
 
 def _describe_choice(reply: ChatReply, request: ChatRequest) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def read_answer(
         model=request.model or model,
         text=text,
         end=end,
-        prompt_ids=tuple(plan.context_ids.tolist()),
+        prompt_ids=plan.context_ids,
         completion=completion,
         stop_text=stop_text,
         cached_tokens=cached,

@@ -15,8 +15,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from functools import partial
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Request
@@ -76,6 +75,8 @@ class Answerer(Protocol):
     ) -> Answer: ...
 
     def mark_delivered(self, identity: RequestIdentity) -> None: ...
+
+    def mark_cut_off(self) -> None: ...
 
     async def count_tokens(self, request: ChatRequest) -> int: ...
 
@@ -197,7 +198,11 @@ async def _guard(request: Request, work: Callable[[], Any]) -> Response:
         return make_error_response(path, error)
     except Exception as error:
         logger.error("a request of an agent failed: %r", error, exc_info=error)
-        return make_error_response(path, RequestError(f"the server failed: {error}", status=500))
+        return make_error_response(path, _make_failure(error))
+
+
+def _make_failure(error: Exception) -> RequestError:
+    return RequestError(f"the server failed: {error}", status=500)
 
 
 async def _reply(request: Request, answerer: Answerer) -> Response:
@@ -212,8 +217,10 @@ async def _reply(request: Request, answerer: Answerer) -> Response:
         await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
         if answering.done():
             answering.result()  # An error of a request that was refused at once has its status.
-        stream = _stream(answering, dialect, wanted, partial(answerer.mark_delivered, identity))
-        return StreamingResponse(stream, media_type="text/event-stream", headers=_NO_CACHE)
+        stream = _stream(
+            answering, dialect, wanted, request=request, answerer=answerer, identity=identity
+        )
+        return EventStream(stream, media_type="text/event-stream", headers=_NO_CACHE)
     if not await _wait_while_connected(request, answering):
         return Response(status_code=499)
     answer = answering.result()
@@ -229,24 +236,50 @@ async def _reply(request: Request, answerer: Answerer) -> Response:
 _NO_CACHE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
+class EventStream(StreamingResponse):
+    """Stream whose source ends with it, also when the client disconnects."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            assert isinstance(self.body_iterator, AsyncGenerator)
+            await self.body_iterator.aclose()
+
+
 async def _stream(
     answering: asyncio.Future[Answer],
     dialect: Dialect,
     wanted: ChatRequest,
-    mark_delivered: Callable[[], None],
+    *,
+    request: Request,
+    answerer: Answerer,
+    identity: RequestIdentity,
 ) -> AsyncIterator[bytes]:
     """Yield the events of a reply; signs of life before, and an error in place of a reply."""
+    is_sending = False
     try:
         while not answering.done():
             await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
             if not answering.done():
                 yield b": keep-alive\n\n"
         answer = answering.result()
-        mark_delivered()
-        yield dialect.stream_body(answer.reply, wanted, answer.parsed)
+        answerer.mark_delivered(identity)
+        is_sending = True
+        body = dialect.stream_body(answer.reply, wanted, answer.parsed)
+        # In two parts: the server waits before a part until the client has taken those before it.
+        yield body[:-1]
+        yield body[-1:]
+        is_sending = await request.is_disconnected()
     except RequestError as error:
         yield dialect.stream_error(error, wanted)
+    except Exception as error:
+        logger.error("a request of an agent failed: %r", error, exc_info=error)
+        yield dialect.stream_error(_make_failure(error), wanted)
     finally:
+        # The server closes the connection of a client that stops reading.
+        if is_sending:
+            answerer.mark_cut_off()
         # The client has gone if this is not done.
         answering.cancel()
 

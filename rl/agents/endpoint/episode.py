@@ -33,6 +33,8 @@ from rl.utils.pace import Pace
 
 logger = logging.getLogger(__name__)
 
+MAX_ANSWERS = 64
+"""Answers of an episode that are kept for retries, unless more are under way."""
 MAX_ASKED = 16
 """Most values of a field that are recorded."""
 _told_harmless: set[str] = set()
@@ -101,6 +103,7 @@ class AgentEpisode:
             # An error that nobody waits for any more is no news.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             answering = self._answers[identity.digest] = _Answering(task=task)
+            self._forget_old_answers()
         answering.num_waiting += 1
         try:
             return await asyncio.shield(answering.task)
@@ -116,11 +119,23 @@ class AgentEpisode:
             if not answering.task.done():
                 asyncio.get_running_loop().call_later(GRACE_S, _cancel_unless_awaited, answering)
 
+    def _forget_old_answers(self) -> None:
+        """Forget the oldest answers that were given: retries come soon."""
+        while len(self._answers) > MAX_ANSWERS:
+            oldest = next((key for key, one in self._answers.items() if one.is_delivered), None)
+            if oldest is None:
+                return
+            del self._answers[oldest]
+
     def mark_delivered(self, identity: RequestIdentity) -> None:
         """Note that the client has got its whole reply."""
         answering = self._answers.get(identity.digest)
         if answering is not None:
             answering.is_delivered = True
+
+    def mark_cut_off(self) -> None:
+        """Count a client that has not taken its reply."""
+        self.counts["cut_off"] += 1
 
     def close(self) -> None:
         """End the episode: replies under way are cancelled, later requests are refused."""

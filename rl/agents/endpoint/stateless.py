@@ -95,6 +95,9 @@ class StatelessAnswerer:
     def mark_delivered(self, identity: RequestIdentity) -> None:
         """Do nothing: a client that asks again gets another reply."""
 
+    def mark_cut_off(self) -> None:
+        """Do nothing: nobody counts."""
+
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the tokens of a conversation, as a reply to it would read them."""
         check_model(request, self.names)

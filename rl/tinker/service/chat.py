@@ -215,6 +215,9 @@ class OwnerAnswerer:
     def mark_delivered(self, identity: RequestIdentity) -> None:
         """Do nothing, as `StatelessAnswerer`."""
 
+    def mark_cut_off(self) -> None:
+        """Do nothing, as `StatelessAnswerer`."""
+
     async def count_tokens(self, request: ChatRequest) -> int:
         with _translate_errors():
             answerer = await self.chats.open(request.model, self.owner)
