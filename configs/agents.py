@@ -58,6 +58,7 @@ def smolagents_agent() -> Controller.Config:
     config.agents = AgentEndpoint.Config()
     config.renderer = RendererConfig(kind="qwen3")
     config.loop.episode.max_turns = 8
+    config.loop.max_failed_rewards = 0.2
     config.loop.sampling.max_tokens = 1024
     config.generator.max_model_len = 8192
     config.trainer.training.max_tokens_per_microbatch = 8192
@@ -86,5 +87,7 @@ def _make_tiny(task: AgentTask.Config) -> Controller.Config:
     config.loop.groups_per_batch = 16
     config.loop.sampling.max_tokens = 112
     config.loop.eval_every = 5
+    # Foreign code may fail now and then.
+    config.loop.max_failed_rewards = 0.1
     config.generator.max_model_len = 512
     return config

@@ -42,6 +42,12 @@ class EndpointConfig(Configurable.Config):
 
     def __post_init__(self) -> None:
         check_bounds(self, "max_running", "max_body_mib", at_least=1)
+        unknown = set(self.trained_roles) - {"main", "sub-agent"}
+        if unknown or not self.trained_roles:
+            raise ValueError(
+                f"trained_roles={self.trained_roles}: must be main, sub-agent or both: titles of a "
+                "harness and replies that were sampled again are only recorded"
+            )
         if not (0 <= self.port <= 65_535 and self.host):
             raise ValueError(
                 f"listen={self.listen!r}: must be an address and a port up to 65535, such as "

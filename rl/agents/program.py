@@ -28,6 +28,8 @@ class AgentProgram:
     env: Mapping[str, str] = field(default_factory=dict)
     collect: tuple[str, ...] = ()
     """Paths in the working folder of the files that reward functions read."""
+    shown_info: tuple[str, ...] = ()
+    """Entries of the problem's `info` that the agent sees; others may hold the answer."""
     shows_answer: bool = False
     """Let the agent see the problem's answer and demonstration."""
     needs_network: bool = False
@@ -42,6 +44,8 @@ class AgentProgram:
 
     def make_spec(self, problem: Problem, *, url: str, key: str, time_limit_s: float) -> AgentSpec:
         """Return the agent of one episode, which has the endpoint's URL in its environment."""
+        info = {name: problem.info[name] for name in self.shown_info if name in problem.info}
+        problem = replace(problem, info=info)
         if not self.shows_answer:
             problem = replace(problem, answer="", demonstration="")
         described: dict[str, Any] = {"id": problem.id, "question": problem.question}

@@ -60,6 +60,9 @@ class AgentTask(Configurable):
         `module:function` or `file.py:function`."""
         solved_at: float = 1.0
         """Smallest reward that counts as solved, unless the reward is the task's."""
+        shown_info: tuple[str, ...] = ()
+        """Entries of a problem's `info`, such as columns of a file, that the agent sees. Others may
+        hold the answer."""
         shows_answer: bool = False
         """Let the agent see the reference answer, to grade itself."""
         needs_network: bool = False
@@ -106,6 +109,7 @@ class AgentTask(Configurable):
             function=config.function,
             env=config.env,
             collect=config.collect,
+            shown_info=config.shown_info,
             shows_answer=config.shows_answer,
             needs_network=config.needs_network,
             max_output_bytes=int(config.max_output_mib * MIB),

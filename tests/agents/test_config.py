@@ -22,6 +22,12 @@ def test_address_without_a_port_is_refused(listen):
         EndpointConfig(listen=listen)
 
 
+@pytest.mark.parametrize("roles", [(), ("mian",), ("main", "superseded")])
+def test_roles_that_cannot_be_trained_are_refused(roles):
+    with pytest.raises(ValueError, match=r"trained_roles=.*must be main, sub-agent or both"):
+        EndpointConfig(trained_roles=roles)
+
+
 def test_address_of_all_devices_needs_a_url():
     with pytest.raises(ValueError, match="set url"):
         EndpointConfig(listen="0.0.0.0:8100")

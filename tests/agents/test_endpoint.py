@@ -164,6 +164,39 @@ def test_a_retry_waits_for_the_reply_under_way():
     run(scenario)
 
 
+def test_equal_first_tries_at_the_same_time_are_samples_of_their_own():
+    async def scenario(served):
+        served.generator.go_on = asyncio.Event()
+        headers = {"x_stainless_retry_count": "0"}
+        asking = [asyncio.create_task(served.chat(HI, headers=headers)) for _ in range(3)]
+        await _until(lambda: len(served.generator.calls) == 3)
+        served.generator.go_on.set()
+        await asyncio.gather(*asking)
+        assert len({sampling.seed for _, sampling in served.generator.calls}) == 3
+        assert served.episode.counts["retries"] == 0
+
+    run(scenario)
+
+
+def test_an_answer_is_given_three_times_to_a_client_that_does_not_count():
+    async def scenario(served):
+        replies = [await served.chat(HI) for _ in range(4)]
+        assert replies[0] == replies[1] == replies[2] != replies[3]
+        assert len(served.generator.calls) == 2
+
+    run(scenario)
+
+
+def test_refused_requests_are_not_kept():
+    async def scenario(served):
+        for number in range(5):
+            body = {"model": "m", "messages": [{"role": "user", "content": "x" * (300 + number)}]}
+            assert (await served.post("/v1/chat/completions", body)).status_code == 400
+        await _until(lambda: not served.episode._answers)
+
+    run(scenario, max_context=100)
+
+
 def test_a_first_try_after_a_delivered_reply_is_another_sample():
     async def scenario(served):
         for _ in range(2):

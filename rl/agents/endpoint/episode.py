@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rl.agents.endpoint.answering import (
@@ -33,6 +34,8 @@ from rl.utils.pace import Pace
 
 logger = logging.getLogger(__name__)
 
+MAX_GIVEN = 3
+"""Times that an answer is given to clients that do not say whether they retry."""
 MAX_ANSWERS = 64
 """Answers of an episode that are kept for retries, unless more are under way."""
 MAX_ASKED = 16
@@ -61,6 +64,8 @@ class _Answering:
     task: asyncio.Task[Answer]
     num_waiting: int = 0
     is_delivered: bool = False
+    num_given: int = 0
+    """Times that the whole answer was sent."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -100,9 +105,8 @@ class AgentEpisode:
             self.counts["retries"] += 1
         else:
             task = asyncio.create_task(self._answer(request, role=role))
-            # An error that nobody waits for any more is no news.
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
             answering = self._answers[identity.digest] = _Answering(task=task)
+            task.add_done_callback(partial(self._forget_failure, identity.digest))
             self._forget_old_answers()
         answering.num_waiting += 1
         try:
@@ -119,6 +123,14 @@ class AgentEpisode:
             if not answering.task.done():
                 asyncio.get_running_loop().call_later(GRACE_S, _cancel_unless_awaited, answering)
 
+    def _forget_failure(self, digest: bytes, task: asyncio.Task[Answer]) -> None:
+        """Forget a request without an answer: asked again, it is another one."""
+        # Reading the error tells asyncio that somebody knows of it.
+        if task.cancelled() or task.exception() is not None:
+            answering = self._answers.get(digest)
+            if answering is not None and answering.task is task:
+                del self._answers[digest]
+
     def _forget_old_answers(self) -> None:
         """Forget the oldest answers that were given: retries come soon."""
         while len(self._answers) > MAX_ANSWERS:
@@ -132,6 +144,7 @@ class AgentEpisode:
         answering = self._answers.get(identity.digest)
         if answering is not None:
             answering.is_delivered = True
+            answering.num_given += 1
 
     def mark_cut_off(self) -> None:
         """Count a client that has not taken its reply."""
@@ -249,10 +262,14 @@ class AgentEpisode:
 def _may_repeat(answering: _Answering, identity: RequestIdentity) -> bool:
     """Return whether a request with the same identity gets the same reply."""
     task = answering.task
-    if task.done() and (task.cancelled() or task.exception() is not None):
+    if task.cancelling() or (task.done() and (task.cancelled() or task.exception() is not None)):
         return False
-    # A client that says that this is its first try, and has got its reply, wants another one.
-    return not (identity.is_first_try and answering.is_delivered)
+    if identity.is_first_try:
+        # The client says that it asks anew: it wants another sample, unless it has given up the
+        # request before, as frameworks do that retry around a client.
+        return not (answering.is_delivered or answering.num_waiting)
+    # One that does not count its tries may want another sample too, such as after a bad reply.
+    return identity.is_first_try is False or answering.num_given < MAX_GIVEN
 
 
 def _cancel_unless_awaited(answering: _Answering) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from rl.agents.endpoint.app import make_app
 from rl.agents.endpoint.episode import AgentEpisode
 from rl.agents.endpoint.episodes import Endpoint
 from rl.agents.players.plays import AgentResult, AgentSpec
-from rl.agents.players.process import AgentProcess
+from rl.agents.players.process import AgentProcess, AgentProcessLostError
 from rl.agents.program import AgentProgram
 from rl.agents.settings import EpisodeSettings
 from rl.agents.types import PlayedEpisode
@@ -72,10 +73,24 @@ class AgentHost:
                 key=episode.settings.key,
                 time_limit_s=time_limit_s,
             )
-            result = await self.agents.play(spec)
+            result = await self._play(spec)
         finally:
             self.endpoint.end(episode)
         return self._describe(episode, result)
+
+    async def _play(self, spec: AgentSpec) -> AgentResult:
+        """Return what became of an agent; one that has ended its own guard has failed."""
+        try:
+            return await self.agents.play(spec)
+        except AgentProcessLostError as error:
+            logger.warning("an agent's guard was lost: %s", error)
+            return AgentResult(
+                reason="error",
+                status=-signal.SIGKILL,
+                output=f"relay: {error}",
+                wall_s=0.0,
+                cpu_s=0.0,
+            )
 
     def _describe(self, episode: AgentEpisode, result: AgentResult) -> PlayedEpisode:
         found = episode.list_conversations(trained=self.trained)
@@ -112,6 +127,8 @@ class AgentHost:
             # An agent whose limit of replies is reached often ends with the error it was told.
             if not (self.program.may_exit_with_error or episode.reached):
                 reason = f"the agent failed: {result.describe()}"
+        elif result.reason == "time limit" and episode.reached:
+            reason = None  # It waits for a reply that it does not get any more.
         elif result.reason != "ok":
             reason = f"the agent was {result.describe()}"
         elif result.num_left and not self.program.may_leave_processes:
