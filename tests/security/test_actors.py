@@ -223,9 +223,15 @@ def test_a_program_prepares_its_namespace_before_it_has_threads(options, enters,
 def write_thread(tasks, number, *, comm, state, cpu_ns):
     folder = tasks / str(number)
     folder.mkdir(exist_ok=True)
-    (folder / "comm").write_text(f"{comm}\n")
-    (folder / "stat").write_text(f"{number} (a ) b) {state} 1 {'0 ' * 10}0 0 0")
-    (folder / "schedstat").write_text(f"{cpu_ns} 0 1\n")
+    for name, text in (
+        ("comm", f"{comm}\n"),
+        ("stat", f"{number} (a ) b) {state} 1 {'0 ' * 10}0 0 0"),
+        ("schedstat", f"{cpu_ns} 0 1\n"),
+    ):
+        # At once, as the kernel writes: a reader must not find an empty file.
+        written = tasks.parent / f"{tasks.name}-{name}"
+        written.write_text(text)
+        written.rename(folder / name)
 
 
 def test_thread_that_has_not_named_itself_yet_is_waited_for(tmp_path):
