@@ -40,6 +40,7 @@ TITLES: dict[Dialect, str] = {
     "responses": "OpenAI responses: `/v1/responses`",
     "messages": "Anthropic messages: `/v1/messages`, `/v1/messages/count_tokens`",
     "tokens": "vLLM's tokens in, tokens out: `/inference/v1/generate`",
+    "completions": "OpenAI completions of models without a memory: `/v1/completions`",
 }
 CLASSES: tuple[FieldClass, ...] = ("used", "asked", "harmless", "refused")
 

@@ -78,6 +78,8 @@ class ChatRequest:
     out, and consecutive parts of one assistant turn are one message."""
     token_ids: tuple[int, ...] | None = None
     """The whole prompt, of a client that renders it itself; then there are no messages."""
+    prompt_text: str | None = None
+    """The whole prompt as text, which is encoded as it is; then there are neither."""
     tools: tuple[ToolSpec, ...] = ()
     model: str = ""
     """Model that the client asked for."""

@@ -148,7 +148,11 @@ for _dialect, _tool in TOOLS.items():
         NESTED[_dialect, f"tools[].{_name}"] = {"tools": [{**_tool, _name: True}]}
     NESTED[_dialect, "tools[].type"] = {"tools": [{"type": "web_search", "name": "f"}]}
     FIELD_OF[_dialect, "tools[].type"] = "tools[0].type"
-NESTED["tokens", "stream_options.include_usage"] = {"stream_options": {"include_usage": "yes"}}
+for _dialect in ("tokens", "completions"):
+    NESTED[_dialect, "stream_options.include_usage"] = {"stream_options": {"include_usage": "yes"}}
+NESTED["completions", "stream_options.include_obfuscation"] = {
+    "stream_options": {"include_obfuscation": True}
+}
 for _name in FIELDS["tokens"]:
     _outer, _, _inner = _name.partition(".")
     if _outer == "sampling_params" and _inner:

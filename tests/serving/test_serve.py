@@ -75,6 +75,9 @@ def test_last_weights_answer_both_clients_under_all_prefixes(run):
                 texts.add("".join(chunk.choices[0].delta.content or "" for chunk in stream))
                 with pytest.raises(openai.NotFoundError, match="must be digits"):
                     chat(client, model="gpt")
+                continued = client.completions.create(model="digits", prompt="1 2", max_tokens=4)
+                # Three letters, and no template around them.
+                assert continued.usage.prompt_tokens == 3
                 # The run's own limit, not that of the model's positions.
                 with pytest.raises(openai.BadRequestError, match="too long: 219 tokens > 128 max"):
                     chat(client, messages=[{"role": "user", "content": "x" * 200}])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.agents.dialects import chat, messages, responses, tokens
+from rl.agents.dialects import chat, completions, messages, responses, tokens
 from rl.agents.dialects.reply_reader import ParsedReply, ReplyEvent, ReplyReader, find_end
 from rl.agents.dialects.writing import ReplyStream
 from rl.agents.types import ChatReply, ChatRequest
@@ -50,6 +50,8 @@ VALUES = (
 def make_request(dialect: str, **more: Any) -> ChatRequest:
     if dialect == "tokens":
         return tokens.read_request({"token_ids": [1], **more})
+    if dialect == "completions":
+        return completions.read_request({"prompt": "hi", **more})
     return DIALECTS[dialect].read_request({**ASKS[dialect], **more})
 
 

@@ -14,6 +14,8 @@ MODEL = "tinker://00000000-0000000000000000:train:0"
 HI = {"role": "user", "content": "Hi"}
 PATHS = ("/oai/api/v1/chat/completions", "/oai/api/v1/responses", "/anthropic/api/v1/messages")
 
+COMPLETIONS = "/oai/api/v1/completions"
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
@@ -164,6 +166,29 @@ def test_prompt_beyond_the_context_is_refused_before_weights_are_loaded(tokenize
         assert answer.status_code == 400
         assert "prompt is too long: 119 tokens > 100 maximum" in answer.text
         assert client.backend.names().count("open") == num_opened
+
+    run(scenario)
+
+
+def test_completions_continue_a_text_or_tokens_of_any_weights(tokenizer):
+    async def scenario(client):
+        offer(client, tokenizer)
+        path = await save_weights(client)
+        for model, prompt in (("tiny", "Hi"), (path, [72, 105])):
+            body = {"model": model, "prompt": prompt, "max_tokens": 3, "logprobs": 1}
+            answer = await client.post(f"{URL}{COMPLETIONS}", body)
+            assert answer.status_code == 200
+            usage = answer.json()["usage"]
+            # No template is written around the two letters.
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 1)
+            assert len(answer.json()["choices"][0]["logprobs"]["token_logprobs"]) == 1
+        for fields, status, said in (
+            ({"prompt": "x" * 100}, 400, "prompt is too long: 100 tokens > 100 maximum"),
+            ({"prompt": "x", "model": "gpt-7"}, 404, "must be tiny, or the path"),
+            ({"prompt": ["x", "y"]}, 400, "prompt has 2 prompts: a request has one reply"),
+        ):
+            answer = await client.post(f"{URL}{COMPLETIONS}", {"model": "tiny"} | fields)
+            assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True)
 
     run(scenario)
 

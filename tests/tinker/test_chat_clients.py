@@ -53,6 +53,21 @@ def test_openai_chat_is_the_same_whole_and_streamed(server):
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
+def test_openai_completions_are_the_same_whole_and_streamed_of_text_and_of_tokens(server):
+    client = open_openai(server)
+    how = {"model": "tiny", "max_tokens": 8, "seed": 1, "logprobs": 1}
+    whole = client.completions.create(prompt="Hi", **how)
+    of_tokens = client.completions.create(prompt=list(b"Hi"), **how)
+    chunks = list(client.completions.create(prompt="Hi", stream=True, **how))
+    (choice,) = whole.choices
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (2, 8)
+    assert (choice.finish_reason, len(choice.logprobs.token_logprobs)) == ("length", 8)
+    assert of_tokens.choices == whole.choices
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+    with pytest.raises(openai.BadRequestError, match="prompt is too long: 1024 tokens > 1024"):
+        client.completions.create(prompt="x" * 1024, **how)
+
+
 def test_openai_responses_are_whole_and_streamed(server):
     client = open_openai(server)
     how = {"model": "tiny", "input": "Hi", "max_output_tokens": 8, "temperature": 0}

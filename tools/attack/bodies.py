@@ -19,9 +19,10 @@ LISTS = (
     "training_runs?limit=1000&offset=0",
     "checkpoints?limit=1000&offset=0",
 )
-CHAT, RESPONSES, MESSAGES, COUNT = (
+CHAT, RESPONSES, COMPLETIONS, MESSAGES, COUNT = (
     "/oai/api/v1/chat/completions",
     "/oai/api/v1/responses",
+    "/oai/api/v1/completions",
     "/anthropic/api/v1/messages",
     "/anthropic/api/v1/messages/count_tokens",
 )
@@ -92,6 +93,7 @@ def converse(model: str, *, text: str = "Hi") -> dict[str, dict[str, Any]]:
             "tools": [{"type": "function", "function": tool}],
         },
         RESPONSES: {"model": model, "input": text, "max_output_tokens": 1},
+        COMPLETIONS: {"model": model, "prompt": text, "max_tokens": 1},
         MESSAGES: {"model": model, "messages": messages, "max_tokens": 1},
         COUNT: {"model": model, "messages": messages},
     }  # fmt: skip

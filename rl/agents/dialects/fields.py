@@ -17,9 +17,10 @@ from typing import Any, Literal
 from rl.agents.types import BadRequestError
 from rl.utils.printing import truncate
 
-Dialect = Literal["chat", "responses", "messages", "tokens"]
+Dialect = Literal["chat", "responses", "messages", "tokens", "completions"]
 """chat: OpenAI `/v1/chat/completions`; responses: OpenAI `/v1/responses`; messages: Anthropic
-`/v1/messages` and `/v1/messages/count_tokens`; tokens: vLLM `/inference/v1/generate`."""
+`/v1/messages` and `/v1/messages/count_tokens`; tokens: vLLM `/inference/v1/generate`;
+completions: OpenAI `/v1/completions`, for models without a memory."""
 FieldClass = Literal["used", "asked", "harmless", "refused"]
 """used: honoured; asked: recorded, and honoured only if the config says so, because the run decides
 what it samples from; harmless: accepted and counted, without effect; refused: an error that names
@@ -383,6 +384,23 @@ _add(TOKENS, "refused", {
     "sampling_params.extra_args": ("the engine takes no options from clients", {}),
 })  # fmt: skip
 
+# A prompt in, text out
+
+_add(("completions",), "used", {
+    "prompt": "a text or token ids, with the special tokens that it needs; a list of one is one",
+    "max_tokens": "most new tokens; 16 if left out",
+    "logprobs": "0 to 20: logprobs of the sampled tokens, of no others",
+})  # fmt: skip
+_add(("completions",), "refused", {"suffix": ("nothing is put behind a reply", "")})
+_LIKE_CHAT = {
+    "model", "stream", "stream_options.include_usage", "stop", "return_token_ids", "temperature",
+    "top_p", "top_k", "min_p", "seed", "min_tokens", "stop_token_ids", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "user", "stream_options", "request_id", "priority",
+    "stream_options.include_obfuscation", "n", "best_of", "echo", "logit_bias", "ignore_eos",
+    "prompt_logprobs", "include_stop_str_in_output", "response_format",
+}  # fmt: skip
+_ROWS += [(("completions",), row) for of, row in _ROWS if "chat" in of and row.name in _LIKE_CHAT]
+
 
 def _collect(dialect: Dialect) -> Mapping[str, RequestField]:
     rows = {}
@@ -394,7 +412,7 @@ def _collect(dialect: Dialect) -> Mapping[str, RequestField]:
 
 
 FIELDS: Mapping[Dialect, Mapping[str, RequestField]] = {
-    name: _collect(name) for name in (*ALL, *TOKENS)
+    name: _collect(name) for name in (*ALL, *TOKENS, "completions")
 }
 """All fields by dialect and name."""
 _CONTAINERS = {"text", "output_config", "sampling_params"}

@@ -57,7 +57,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         wants.add("usage")
     return ChatRequest(
         messages=(),
-        token_ids=_read_token_ids(body.get("token_ids")),
+        token_ids=read_token_ids(body.get("token_ids"), "token_ids"),
         model=read_text(body.get("model"), "model"),
         is_streamed=read_flag(body.get("stream"), "stream"),
         max_tokens=read_count(sampling.get("max_tokens"), "sampling_params.max_tokens"),
@@ -69,14 +69,15 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     )
 
 
-def _read_token_ids(value: Any) -> tuple[int, ...]:
-    ids = require_list(value, "token_ids")
+def read_token_ids(value: Any, field: str) -> tuple[int, ...]:
+    """Return a prompt of tokens; raise BadRequestError unless it is one."""
+    ids = require_list(value, field)
     if not ids:
-        raise BadRequestError("token_ids=[] must have at least one token", field="token_ids")
+        raise BadRequestError(f"{field}=[] must have at least one token", field=field)
     for place, token_id in enumerate(ids):
         # True is an int.
         if type(token_id) is not int or not 0 <= token_id <= MAX_ID:
-            where = f"token_ids[{place}]"
+            where = f"{field}[{place}]"
             raise BadRequestError(
                 f"{where}={show_value(token_id)} must be the id of a token", field=where
             )

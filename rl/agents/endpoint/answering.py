@@ -37,6 +37,12 @@ def check_model(request: ChatRequest, models: Collection[str]) -> None:
 def plan_turn(record: EpisodeRecord, request: ChatRequest, *, role: str = "") -> PlannedTurn:
     """Return the turn of a request, as `EpisodeRecord.plan`; raise BadRequestError if there can be
     none."""
+    if request.prompt_text is not None:
+        # With the token that begins every text, of tokenizers that have one.
+        token_ids = tuple(record.renderer.tokenizer.encode(request.prompt_text))
+        if not token_ids:
+            raise BadRequestError("prompt='' must have at least one token", field="prompt")
+        request = replace(request, token_ids=token_ids)
     try:
         return record.plan(request, role=role)
     except RefusedMessageError as error:

@@ -1,7 +1,8 @@
-"""HTTP application of the endpoint: paths of four dialects, their errors, streams.
+"""HTTP application of the endpoint: paths of the dialects, their errors, streams.
 
     /v1/chat/completions, /v1/responses, /v1/messages    a reply, whole or streamed
     /inference/v1/generate                               the same of tokens, as vLLM has it
+    /v1/completions                                      the same of a text, without a memory
     /v1/messages/count_tokens, /v1/models                no reply
     /v1/reward                                           numbers that the agent posts
 
@@ -24,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rl.agents.dialects import chat, messages, responses, tokens
+from rl.agents.dialects import chat, completions, messages, responses, tokens
 from rl.agents.dialects.reply_reader import ParsedReply
 from rl.agents.endpoint.answering import Answer
 from rl.agents.endpoint.branches import ROLES
@@ -88,7 +89,10 @@ DIALECTS: dict[str, Dialect] = {
     "/v1/responses": responses,
     "/v1/messages": messages,
     "/inference/v1/generate": tokens,
+    "/v1/completions": completions,
 }
+WITHOUT_MEMORY = "/v1/completions"
+"""Path that no episode has: its prompts are texts, which need not be those of earlier tokens."""
 
 
 def make_app(
@@ -101,7 +105,7 @@ def make_app(
         return endpoint.find(read_key(request.scope))
 
     router = APIRouter()
-    add_dialects(router, find=find)
+    add_dialects(router, find=find, paths=[path for path in DIALECTS if path != WITHOUT_MEMORY])
 
     async def post_reward(request: Request) -> Response:
         return await _guard(request, lambda: _take_reward(request, find(request)))
@@ -114,8 +118,13 @@ def make_app(
     return app
 
 
-def add_dialects(router: APIRouter, *, find: Callable[[Request], Answerer]) -> None:
-    """Add the paths of the dialects; `find` returns what answers a request."""
+def add_dialects(
+    router: APIRouter,
+    *,
+    find: Callable[[Request], Answerer],
+    paths: Collection[str] = DIALECTS,
+) -> None:
+    """Add paths of dialects; `find` returns what answers a request."""
 
     async def reply(request: Request) -> Response:
         return await _guard(request, lambda: _reply(request, find(request)))
@@ -126,7 +135,7 @@ def add_dialects(router: APIRouter, *, find: Callable[[Request], Answerer]) -> N
     async def list_models(request: Request) -> Response:
         return await _guard(request, lambda: _list_models(request, find(request)))
 
-    for path in DIALECTS:
+    for path in paths:
         router.add_route(path, reply, methods=["POST"])
     router.add_route(COUNT_PATH, count, methods=["POST"])
     router.add_route("/v1/models", list_models, methods=["GET"])
