@@ -73,7 +73,7 @@ def test_run_is_killed_after_its_checkpoint_and_started_again_or_ends_at_its_dea
         seen.append(evidence)
         return Finding(promise="rises", holds=False, seen="5")
 
-    recipe = Recipe(name="r", module="m", arguments={}, checks=(check,), kill_after=1)
+    recipe = Recipe(name="r", program=("-m", "m"), arguments={}, checks=(check,), kill_after=1)
     Script(folder=tmp_path / "a", deadline_s=30.0, **SETTINGS).run(recipe)
     assert seen[0].statuses == (-signal.SIGKILL, 0)
     assert (seen[0].log, seen[0].checkpoints) == ("found True\n", ({"name": "1"},))

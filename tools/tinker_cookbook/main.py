@@ -23,12 +23,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rl.tinker.backend import TinkerBackend
 from rl.tinker.base_model import BaseModelFolder
 from rl.tinker.http_server import ServerThread
 from rl.tinker.local import LocalTinkerBackend, make_backend
 from rl.utils.compat import exit_process
 from rl.utils.proxies import make_loopback_exemption
 from tools.setup_env import Environment, InstallError, Refusal
+from tools.tinker_cookbook.capture import make_capture_recipe, read_captured
 from tools.tinker_cookbook.model import make_base_model
 from tools.tinker_cookbook.recipes import (
     Evidence,
@@ -39,6 +41,7 @@ from tools.tinker_cookbook.recipes import (
     read_rows,
     smollm2_recipes,
 )
+from tools.tinker_cookbook.served import RecordingBackend, SampleLog
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "outputs" / "tinker_cookbook"
@@ -52,6 +55,9 @@ PACKAGES = (
     "transformers==4.57.6",
     "datasets>=5,<6",
     "cloudpickle>=3,<4",
+    "aiohttp>=3.9",
+    "openai>=3,<4",
+    "anthropic>=2,<3",
     "pillow>=12",
     "pylatexenc>=2.10,<3",
     "rich>=14",
@@ -87,6 +93,8 @@ class Runner:
     """Folder of the recipes' logs and results."""
     deadline_s: float
     """Longest run of one recipe."""
+    samples: SampleLog | None = None
+    """Log of the server's samples; None keeps none."""
 
     def command(self, recipe: Recipe) -> list[str]:
         """Return the command that a user would type; it resumes a run that an earlier process
@@ -98,11 +106,9 @@ class Runner:
             "log_path": self.folder / recipe.name / "run",
             "behavior_if_log_dir_exists": "resume",
         }
-        module = f"tinker_cookbook.recipes.{recipe.module}"
         return [
             str(self.python),
-            "-m",
-            module,
+            *recipe.program,
             *(f"{name}={value}" for name, value in arguments.items()),
         ]
 
@@ -112,6 +118,8 @@ class Runner:
         started, folder = time.monotonic(), self.folder / recipe.name
         folder.mkdir(parents=True)
         log = folder / "process.log"
+        if self.samples is not None:
+            self.samples.take()  # Those of the recipe before are not asked for any more.
         statuses = []
         for kill_after in [None] if recipe.kill_after is None else [recipe.kill_after, None]:
             start_of_log = log.stat().st_size if log.exists() else 0
@@ -121,6 +129,8 @@ class Runner:
             rows=read_rows(folder / "run" / "metrics.jsonl"),
             checkpoints=read_rows(folder / "run" / "checkpoints.jsonl"),
             log=log.read_bytes()[start_of_log:].decode(errors="replace"),
+            captured=read_captured(folder / "run"),
+            served=() if self.samples is None else self.samples.take(),
         )
         findings = [check(evidence) for check in recipe.checks]
         print(f"{recipe.name}: {time.monotonic() - started:.0f} s, log {log}")
@@ -186,13 +196,15 @@ def run_all(names: Sequence[str], *, model: str, deadline_s: float) -> int:
     python = set_up(ROOT).python
     if model == "smollm2":
         recipes = chosen(smollm2_recipes(), names)
-        backend = make_backend(model)
+        backend: TinkerBackend = make_backend(model)
+        samples = None
     else:
         (site_packages,) = (ROOT / VENV / "lib").glob("python*/site-packages")
-        recipes = chosen(all_recipes(site_packages / EXAMPLE_DATA), names)
-        backend = LocalTinkerBackend.Config(
-            base=BaseModelFolder.Config(folder=str(make_base_model(CACHE)))
-        ).build()
+        whole = (*all_recipes(site_packages / EXAMPLE_DATA), make_capture_recipe())
+        recipes = chosen(whole, names)
+        samples = SampleLog()
+        base = BaseModelFolder.Config(folder=str(make_base_model(CACHE)))
+        backend = RecordingBackend(config=LocalTinkerBackend.Config(base=base), samples=samples)
     folder = CACHE / "run"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -205,6 +217,7 @@ def run_all(names: Sequence[str], *, model: str, deadline_s: float) -> int:
             server=address,
             folder=folder,
             deadline_s=deadline_s,
+            samples=samples,
         )
         findings = {recipe.name: runner.run(recipe) for recipe in recipes}
     finally:

@@ -9,7 +9,7 @@ import math
 import signal
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,15 @@ WINDOW = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A completion with its prompt, as numbers that can be compared."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
     """Everything that a run left behind."""
 
@@ -39,6 +48,10 @@ class Evidence:
     """Rows of checkpoints.jsonl."""
     log: str
     """Output of the last process."""
+    captured: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
+    """Rows that the capture proxy's exporter wrote, by kind: sample, train_op."""
+    served: tuple[Sample, ...] = ()
+    """Completions that the server sampled meanwhile."""
 
     @property
     def steps(self) -> list[Row]:
@@ -66,12 +79,17 @@ Check = Callable[[Evidence], Finding]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     name: str
-    module: str
-    """Module within tinker_cookbook.recipes."""
+    program: tuple[str, ...]
+    """Arguments of the cookbook's interpreter: a module of the cookbook, or a file."""
     arguments: Mapping[str, Value]
     checks: tuple[Check, ...]
     kill_after: int | None = None
     """Checkpoints after which the run is killed and started again; None leaves it alone."""
+
+
+def run_module(name: str) -> tuple[str, ...]:
+    """Return the program of a module within tinker_cookbook.recipes."""
+    return ("-m", f"tinker_cookbook.recipes.{name}")
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
@@ -212,14 +230,14 @@ def all_recipes(conversations: Path) -> tuple[Recipe, ...]:
         _math_rl("math_rl_one_step_off", num_steps=56, rise=0.06, **off_policy),
         Recipe(
             name="chat_sl",
-            module="chat_sl.train",
+            program=run_module("chat_sl.train"),
             arguments={**SMALL, **chat},
             checks=(completes(32), loss_falls(to_share=0.8), resumes),
             kill_after=2,
         ),
         Recipe(
             name="guess_number",
-            module="multiplayer_rl.guess_number.train",
+            program=run_module("multiplayer_rl.guess_number.train"),
             arguments={**SMALL, **guess},
             checks=(completes(4), kl_stays_below(MAX_KL)),
         ),
@@ -241,7 +259,12 @@ def _math_rl(
         "max_steps": num_steps,
     }
     checks = (completes(num_steps), kl_stays_below(float(max_kl)), reward_rises(by=rise))
-    return Recipe(name=name, module="math_rl.train", arguments=whole | arguments, checks=checks)
+    return Recipe(
+        name=name,
+        program=run_module("math_rl.train"),
+        arguments=whole | arguments,
+        checks=checks,
+    )
 
 
 def chosen(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]:
