@@ -14,7 +14,17 @@ from rl.models.files.tokenizer import build_byte_tokenizer
 from rl.tinker.service.sessions import Sessions
 from rl.tinker.service.storage import Storage
 from tests.support.fake_tinker import BASE, KEYS, ME, YOU, service_test, settled
-from tools.attack.bodies import CHAT, COUNT, LISTS, MESSAGES, RESPONSES, Attacker, Call, Ids
+from tools.attack.bodies import (
+    CHAT,
+    COMPLETIONS,
+    COUNT,
+    LISTS,
+    MESSAGES,
+    RESPONSES,
+    Attacker,
+    Call,
+    Ids,
+)
 
 ROOT = Path(__file__).parents[2]
 OF_CHECKPOINTS = {
@@ -26,7 +36,7 @@ OF_CHECKPOINTS = {
     "checkpoints",
     "delete",
     "set_ttl",
-    *(CHAT, RESPONSES, MESSAGES, COUNT),
+    *(CHAT, RESPONSES, COMPLETIONS, MESSAGES, COUNT),
 }
 """Calls that reach a checkpoint or its run."""
 LAST = ("delete", "finish")
