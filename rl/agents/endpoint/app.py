@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 PREFIX = "/episodes/"
 """Start of the paths that have the key of an episode in them."""
 COUNT_PATH = "/v1/messages/count_tokens"
+BUFFERED_BYTES = 65_536
+"""Bytes that the server takes for a client without waiting."""
 KEEP_ALIVE_S = 5.0
 """Seconds between two signs of life of a stream. Shorter waits have the status of their error."""
 FIRST_TRY = "x-stainless-retry-count"
@@ -274,12 +276,15 @@ async def _stream(
                 yield b": keep-alive\n\n"
         answer = answering.result()
         answerer.mark_delivered(identity)
-        is_sending = True
         body = dialect.stream_body(answer.reply, wanted, answer.parsed)
-        # In two parts: the server waits before a part until the client has taken those before it.
-        yield body[:-1]
-        yield body[-1:]
-        is_sending = await request.is_disconnected()
+        if len(body) <= BUFFERED_BYTES:
+            yield body
+        else:
+            # In two parts: before the second the server waits until the client has taken the first.
+            is_sending = True
+            yield body[:-1]
+            yield body[-1:]
+            is_sending = await request.is_disconnected()
     except RequestError as error:
         yield dialect.stream_error(error, wanted)
     except Exception as error:
