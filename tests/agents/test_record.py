@@ -262,11 +262,20 @@ def test_a_request_without_an_answer_leaves_no_turn(qwen):
     assert qwen.list_branches() == [((0,), "main", "")]
 
 
-def test_messages_that_the_template_cannot_continue_with_begin_a_branch(renderers):
+def test_template_without_a_role_for_tools_is_told_their_results_by_the_user(renderers):
+    talk = Talk(renderers["gemma3"])
+    first = talk.ask(user("Task"), reply="a")
+    plan = talk.ask(user("Task"), said("a"), tool("3"), tool("4"), user("Go on."), reply="b")
+    assert plan.parent == first.number
+    results = "<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response>\nGo on."
+    assert f"<start_of_turn>user\n{results}<end_of_turn>" in talk.read(plan)
+
+
+def test_messages_that_no_template_could_render_are_refused(renderers):
     talk = Talk(renderers["gemma3"])
     talk.ask(user("Task"), reply="a")
     with pytest.raises(BadRequestError, match="cannot be rendered"):
-        talk.ask(user("Task"), said("a"), tool("3"), tool("4"), reply="b")
+        talk.ask(user("Task"), said("a"), replace(SYSTEM, content="New rules."), reply="b")
 
 
 @pytest.mark.parametrize(

@@ -310,11 +310,25 @@ class EpisodeRecord:
             return asked.prompt_ids
         completion = self.turns[parent].turn.completion
         try:
-            return self.renderer.continuation(request.messages[begin:], after=completion)
+            return self._render_further(request.messages[begin:], after=completion)
         except RefusedMessageError:
             raise
         except ValueError:  # by the template, for these messages
             return None
+
+    def _render_further(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
+        """Return the tokens of messages after a reply.
+
+        A template that has no role for tools is told their results by the user.
+        """
+        try:
+            return self.renderer.continuation(messages, after=after)
+        except RefusedMessageError:
+            raise
+        except ValueError:
+            if all(m.role != "tool" for m in messages):
+                raise
+            return self.renderer.continuation(tell_by_user(messages), after=after)
 
     def _render_whole(self, request: ChatRequest, digests: Digests) -> np.ndarray:
         """Return the tokens of a whole conversation, with recorded replies as they were sampled."""
@@ -328,7 +342,7 @@ class EpisodeRecord:
                 completion = self._find_reply(reply)
                 parts += [
                     completion.token_ids,
-                    self.renderer.continuation(further, after=completion),
+                    self._render_further(further, after=completion),
                 ]
         except RefusedMessageError:
             raise
@@ -369,6 +383,18 @@ def write_reply(reply: Message, *, call_format: CallFormat) -> str:
             value = {"name": call.name, "parameters": dict(call.arguments)}
             texts.append(json.dumps(value, ensure_ascii=False))
     return "\n".join(texts)
+
+
+def tell_by_user(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with the results of tools as parts of one message of the user.
+
+    Templates without a role for tools often want people and model to take turns.
+    """
+    texts = []
+    for m in messages:
+        is_result = m.role == "tool"
+        texts.append(f"<tool_response>\n{m.content}\n</tool_response>" if is_result else m.content)
+    return [Message(role="user", content="\n".join(texts))]
 
 
 def _check_order(messages: Sequence[Message]) -> None:
