@@ -44,7 +44,7 @@ from actors.preflight.checks import Machine, has_lora
 from actors.preflight.plan import describe_data, describe_source, make_plan
 from actors.prepare import FROM_THE_BEGINNING, PreparedRun, prepare_run
 from actors.run import Run, load_weights, start_actors
-from losses.types import uses_proximal_logprobs
+from losses.types import get_sequence_setting, uses_proximal_logprobs
 from rl.config.configurable import Configurable
 from rl.config.json import list_changed_fields, to_dict
 from rl.config.registry import ExplanationForm, RunRequest
@@ -66,6 +66,7 @@ from rl.observability.recorder import Recorder
 from rl.observability.run_folder import RunFolder
 from rl.observability.sinks import RunSinks, open_sinks
 from rl.reporting.live import follow_run
+from rl.rollouts.bundles import EpisodeRoom
 from rl.training.checkpoints.config import LoadSource, find_load_source, find_own_checkpoint
 from rl.training.checkpoints.files import (
     ADAPTER_FOLDER,
@@ -73,6 +74,7 @@ from rl.training.checkpoints.files import (
     list_damaged_folders,
     list_steps,
 )
+from rl.training.config import TrainerConfig, limit_samples
 from rl.types import LoopPosition
 from rl.utils.errors import RunError, StopRequestedError
 from rl.utils.files import remove
@@ -312,6 +314,7 @@ class Training:
                 task=plan.task,
                 max_sequence_tokens=config.generator.max_model_len,
                 seed=config.seed,
+                room=_get_episode_room(config.trainer),
                 thread=plan.environments.thread,
                 agents=run.agents,
             ),
@@ -345,6 +348,16 @@ class Training:
                 # It is of this run's earlier end: another run's was refused before the start.
                 remove(path)
             await export(str(path))
+
+
+def _get_episode_room(trainer: TrainerConfig) -> EpisodeRoom | None:
+    """Return what must hold all rows of an episode; None for a loss that may see them apart."""
+    if get_sequence_setting(trainer.loss) is None:
+        return None
+    return EpisodeRoom(
+        max_tokens=trainer.training.max_tokens_per_microbatch,
+        max_rows=limit_samples(trainer.training, trainer.parallelism),
+    )
 
 
 def _take_position(source: LoadSource) -> LoopPosition | None:

@@ -367,14 +367,13 @@ class Rollout:
         return num
 
     @property
-    def max_row_tokens(self) -> int:
-        """Tokens of the longest row, which the trainer must hold at once; 0 without a row."""
-        longest = 0
+    def row_tokens(self) -> list[int]:
+        """Tokens of each row, prompts included."""
+        lengths = []
         for row in split_rows(self.branches):
             turns = [self.turns[i] for i in row.turns]
-            num = sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns)
-            longest = max(longest, num)
-        return longest
+            lengths.append(sum(len(t.prompt_ids) + len(t.completion.token_ids) for t in turns))
+        return lengths
 
     @property
     def messages(self) -> tuple[Message, ...]:

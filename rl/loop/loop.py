@@ -49,6 +49,7 @@ from rl.observability.metrics import Record, Sink
 from rl.observability.recorder import BackgroundWriter, Recorder
 from rl.observability.spans import add_error_context
 from rl.protocols import Publisher, Trainer
+from rl.rollouts.bundles import EpisodeRoom
 from rl.rollouts.group import RolloutWorker, SampleId, get_rollout_id
 from rl.rollouts.producer import Batch, NothingToLearnError, NumberedProblems, RolloutProducer
 from rl.rollouts.staleness import StalenessBound, WeightVersions
@@ -60,7 +61,12 @@ from rl.utils.errors import RunError, StopRequestedError
 
 
 def _make_producer(
-    config: LoopConfig, *, worker: RolloutWorker, problems: NumberedProblems, step: int
+    config: LoopConfig,
+    *,
+    worker: RolloutWorker,
+    problems: NumberedProblems,
+    step: int,
+    room: EpisodeRoom | None,
 ) -> RolloutProducer:
     """Return the producer of a loop that has done `step` steps."""
     return RolloutProducer(
@@ -74,6 +80,7 @@ def _make_producer(
         problems=problems,
         drop_equal=config.drop_zero_advantage_groups,
         max_sample_tokens=config.max_sample_tokens if config.long_samples == "drop_group" else None,
+        room=room,
         max_dropped=config.max_empty_steps * config.groups_per_batch,
         max_failed_rewards=config.max_failed_rewards,
         # A batch's first failure must not count as all of its rewards.
@@ -148,7 +155,9 @@ class Loop(Configurable):
         worker, self._evaluator = rollouts.build(config)
         start = position or LoopPosition(step=0, num_problems=0)
         problems = NumberedProblems(rollouts.task.train_problems(seed=rollouts.seed), start)
-        self._producer = _make_producer(config, worker=worker, problems=problems, step=start.step)
+        self._producer = _make_producer(
+            config, worker=worker, problems=problems, step=start.step, room=rollouts.room
+        )
         self._versions = WeightVersions(max_off_policy_steps=config.max_off_policy_steps)
         self._clock = StepClock(worker)
         self._sync = WeightSync(publisher, on_failure=self._producer.fail)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from rl.agents.rollouts import AgentEpisodes, AgentPlayer
 from rl.loop.config import LoopConfig
 from rl.protocols import Rewarder, TokenGenerator
+from rl.rollouts.bundles import EpisodeRoom
 from rl.rollouts.environment import Environments
 from rl.rollouts.episode import Episodes
 from rl.rollouts.evaluation import Evaluator
@@ -29,6 +30,8 @@ class RolloutSetup:
     max_sequence_tokens: int
     """Longest sequence that generator and trainer can process, in tokens."""
     seed: int
+    room: EpisodeRoom | None = None
+    """What must hold all rows of an episode; None: the loss may see them apart."""
     thread: LoopThread = field(default_factory=lambda: LoopThread("environments"))
     """Event loop of the environments, shared by training and evaluation."""
     agents: AgentPlayer | None = None

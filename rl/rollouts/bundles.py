@@ -9,11 +9,26 @@ Shape legend: S samples of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from rl.rollouts.shared_prefixes import list_lengths
 from rl.types import TrainingSample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeRoom:
+    """What one micro-batch can hold of an episode."""
+
+    max_tokens: int
+    """Most inputs of its rows together: one fewer than the tokens of each row."""
+    max_rows: int | None = None
+
+    def holds(self, row_tokens: Sequence[int]) -> bool:
+        """Return whether rows of these many tokens fit together."""
+        is_few = self.max_rows is None or len(row_tokens) <= self.max_rows
+        return is_few and sum(row_tokens) - len(row_tokens) <= self.max_tokens
 
 
 def bundle_episodes(
@@ -35,14 +50,15 @@ def bundle_episodes(
             bundles.append(rows)
         rows.append(index)
 
+    room = EpisodeRoom(max_tokens=max_tokens, max_rows=max_sequences)
     fitting: list[list[int]] = []
     for rows in bundles:
-        num_tokens = sum(list_lengths([samples[i] for i in rows]))
-        if num_tokens <= max_tokens and len(rows) <= (max_sequences or len(rows)):
+        if room.holds([len(samples[i].token_ids) for i in rows]):
             fitting.append(rows)
         elif undivided_for is None:
             fitting += [[index] for index in rows]
         else:
+            num_tokens = sum(list_lengths([samples[i] for i in rows]))
             raise ValueError(
                 f"episode {samples[rows[0]].episode} has {len(rows)} rows of {num_tokens} tokens "
                 f"together, more than fit into a micro-batch with max_tokens_per_microbatch="

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rl.observability.spans import span
+from rl.rollouts.bundles import EpisodeRoom
 from rl.rollouts.group import Group, check_failures, has_equal_rewards
 from rl.rollouts.staleness import StalenessBound
 from rl.types import LoopPosition, Problem
@@ -72,17 +73,24 @@ class NumberedProblems:
 
 
 def find_reason_to_drop(
-    group: Group, *, drop_equal: bool, max_sample_tokens: int | None
+    group: Group,
+    *,
+    drop_equal: bool,
+    max_sample_tokens: int | None,
+    room: EpisodeRoom | None = None,
 ) -> DropReason | None:
     """Return why a finished group is not trained on, or None; settings as in `RolloutProducer`."""
     if not group.rollouts:
         return "failed" if group.is_refused else "long_prompt"
     if not group.scored:
         return "failed"
-    if max_sample_tokens is not None:
-        longest = max(rollout.max_row_tokens for rollout in group.rollouts)
-        if longest > max_sample_tokens:
-            return "oversize"
+    if max_sample_tokens is not None or room is not None:
+        for rollout in group.rollouts:
+            row_tokens = rollout.row_tokens
+            if max_sample_tokens is not None and max(row_tokens, default=0) > max_sample_tokens:
+                return "oversize"
+            if room is not None and not room.holds(row_tokens):
+                return "oversize"
     return "equal" if drop_equal and has_equal_rewards(group.scored) else None
 
 
@@ -111,6 +119,8 @@ class RolloutProducer:
     """Drop groups without policy gradient."""
     max_sample_tokens: int | None
     """Drop groups with a longer sample, prompt included; None: no limit."""
+    room: EpisodeRoom | None = None
+    """Drop groups with an episode whose rows do not fit together; None: they need not."""
     max_dropped: int
     """Most groups in a row that may be dropped; one more stops the run."""
     max_failed_rewards: float
@@ -244,7 +254,10 @@ class RolloutProducer:
             where="since the last batch",
         )
         reason = find_reason_to_drop(
-            group, drop_equal=self.drop_equal, max_sample_tokens=self.max_sample_tokens
+            group,
+            drop_equal=self.drop_equal,
+            max_sample_tokens=self.max_sample_tokens,
+            room=self.room,
         )
         if reason is None:
             self.bound.finish(group.number)

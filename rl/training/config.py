@@ -20,6 +20,12 @@ from rl.training.optimizer import LRSchedule, Optimizer
 Dtype = Literal["float32", "bfloat16"]
 
 
+def limit_samples(training: TrainingConfig, parallelism: ParallelismConfig) -> int | None:
+    """Return the most samples of a micro-batch; None: no limit."""
+    limits = (training.max_sequences_per_microbatch, parallelism.pipeline_parallel_microbatch_size)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 @dataclass(kw_only=True, slots=True)
 class TrainingConfig:
     """Packing, precision, seeds and garbage collection of training."""

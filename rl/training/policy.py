@@ -52,7 +52,7 @@ from rl.models.parallelize import parallelize_decoder
 from rl.models.spec import ModelSpec
 from rl.observability.spans import span
 from rl.rollouts.packing import PackedBatch, pack
-from rl.training.config import TrainingConfig
+from rl.training.config import TrainingConfig, limit_samples
 from rl.training.token_values import TokenValues, check_token_ids
 from rl.types import TrainingSample
 from rl.utils.processes import FreedMemory, keep_freed_memory, seed_everything
@@ -298,19 +298,15 @@ class Policy:
         if self.context is not None:
             multiple = self.context.pad_multiple(multiple)
 
-        max_sequences = self.training.max_sequences_per_microbatch
         of_pipeline: dict[str, Any] = {}
         if self.pipeline is not None:
-            limit = self.pipeline.config.pipeline_parallel_microbatch_size
-            if limit is not None:
-                max_sequences = limit if max_sequences is None else min(max_sequences, limit)
             of_pipeline["num_allowed"] = self.pipeline.num_allowed
 
         with span("pack"):
             return pack(
                 samples,
                 max_tokens=self.training.max_tokens_per_microbatch,
-                max_sequences=max_sequences,
+                max_sequences=limit_samples(self.training, self._options.parallelism),
                 max_length=self.training.max_sequence_length or self.spec.model.rope.max_positions,
                 pad_multiple=multiple,
                 share_prompts=self._shares_prompts,

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rl.rollouts.bundles import EpisodeRoom
 from rl.rollouts.group import Group
 from rl.rollouts.producer import find_reason_to_drop
 from rl.rollouts.rubric import Criterion, Rubric
@@ -42,7 +43,7 @@ def tree(**changes: object) -> Rollout:
 def test_linear_rollout_is_one_trained_main_branch():
     assert LINEAR.branches == (Branch(turns=(0, 1), role="main", cause="", is_trained=True),)
     assert LINEAR.trained_turns == LINEAR.main_turns == LINEAR.turns
-    assert (LINEAR.num_tokens, LINEAR.num_completion_tokens, LINEAR.max_row_tokens) == (7, 3, 7)
+    assert (LINEAR.num_tokens, LINEAR.num_completion_tokens, LINEAR.row_tokens) == (7, 3, [7])
     assert LINEAR.state == {}
 
 
@@ -51,8 +52,7 @@ def test_turns_of_a_tree_count_once_if_they_are_trained():
     assert [turn.text for turn in rollout.trained_turns] == ["a", "b", "d", "e"]
     assert rollout.num_completion_tokens == 2 + 1 + 1 + 2
     assert rollout.num_tokens == (3 + 2) + (1 + 1) + (9 + 1) + (2 + 2)
-    # The sub-agent's 10; a and e have 9 tokens, and the longer auxiliary branch is not trained.
-    assert rollout.max_row_tokens == 10
+    assert rollout.row_tokens == [7, 10, 9]
 
 
 def test_text_is_that_of_the_main_branch_that_ended_last():
@@ -164,3 +164,17 @@ def test_episodes_of_two_calls_are_numbered_apart():
 def test_advantages_are_those_of_trained_turns():
     with pytest.raises(ValueError, match=r"^9 advantages for 6 tokens of problem"):
         policy_samples([tree()], [np.zeros(9)], temperature=1.0)
+
+
+def test_rows_that_do_not_fit_together_are_too_long_for_a_loss_of_sequences():
+    rollout = tree()
+    group = Group(number=0, rollouts=[rollout], scores=[Score(reward=1.0, correct=True)])
+    total = sum(rollout.row_tokens) - len(rollout.row_tokens)
+    for room, reason in (
+        (EpisodeRoom(max_tokens=total), None),
+        (EpisodeRoom(max_tokens=total - 1), "oversize"),
+        (EpisodeRoom(max_tokens=total, max_rows=1), "oversize"),
+        (None, None),
+    ):
+        found = find_reason_to_drop(group, drop_equal=False, max_sample_tokens=None, room=room)
+        assert found == reason
