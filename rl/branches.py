@@ -21,14 +21,13 @@ from rl.utils.printing import describe_value
 
 BranchRole = Literal["main", "sub-agent", "auxiliary", "superseded"]
 """auxiliary: a title, a summary; superseded: a reply that the agent did not go on with."""
-_NEVER_TRAINED = ("auxiliary", "superseded")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Branch:
     """One conversation of an episode, as a path of its turns.
 
-    Raises ValueError for an unknown role, or a role that is never trained with `is_trained`.
+    Raises ValueError for an unknown role.
     """
 
     turns: tuple[int, ...]
@@ -47,11 +46,6 @@ class Branch:
             raise ValueError(
                 f"branch: role={describe_value(self.role)} is unknown: must be one of "
                 f"{', '.join(get_args(BranchRole))}"
-            )
-        if self.is_trained and self.role in _NEVER_TRAINED:
-            raise ValueError(
-                f"branch: is_trained=True with role={self.role!r}: must be False, because the "
-                "agent did not act on it"
             )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from rl.agents.settings import ClientRules
 from rl.config.configurable import Configurable
@@ -24,7 +25,8 @@ class EndpointConfig(Configurable.Config):
     """URL of the endpoint as agents reach it, such as http://head-node:8100; None: the address that
     it listens on."""
     trained_roles: tuple[BranchRole, ...] = ("main", "sub-agent")
-    """Roles of the conversations that are trained on; others are only recorded."""
+    """Roles of the conversations that are trained on; others are only recorded. A function of the
+    task's may choose instead (`task.choose_branches`)."""
     models: tuple[str, ...] = ()
     """Model names that agents may ask for; empty: any, all of which are this run's model."""
     honours_sampling: bool = False
@@ -42,11 +44,10 @@ class EndpointConfig(Configurable.Config):
 
     def __post_init__(self) -> None:
         check_bounds(self, "max_running", "max_body_mib", at_least=1)
-        unknown = set(self.trained_roles) - {"main", "sub-agent"}
-        if unknown or not self.trained_roles:
+        roles = get_args(BranchRole)
+        if not self.trained_roles or not set(self.trained_roles) <= {*roles}:
             raise ValueError(
-                f"trained_roles={self.trained_roles}: must be main, sub-agent or both: titles of a "
-                "harness and replies that were sampled again are only recorded"
+                f"trained_roles={self.trained_roles}: must be one or more of {', '.join(roles)}"
             )
         if not (0 <= self.port <= 65_535 and self.host):
             raise ValueError(

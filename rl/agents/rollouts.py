@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -29,9 +30,12 @@ from rl.types import (
 from rl.utils.clock import BusyClock
 from rl.utils.printing import describe_value
 from rl.utils.threads import gather_or_cancel
+from rl.utils.user_code import describe_user_error
 
 logger = logging.getLogger(__name__)
 
+ChooseBranches = Callable[[Rollout], Iterable[int]]
+"""Function of a rollout that returns the indices of its branches to train on."""
 UNLIMITED = 2**31
 """Tokens of all turns of an episode without a limit on them."""
 
@@ -72,6 +76,8 @@ class AgentEpisodes:
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
     max_tokens: int
     """Longest conversation that generator and trainer can take."""
+    choose: ChooseBranches | None = None
+    """Foreign choice of the branches that are trained on; None: the player's."""
     generating: BusyClock = field(default_factory=BusyClock)
     num_generated_tokens: int = 0
 
@@ -113,7 +119,8 @@ class AgentEpisodes:
         )
         if played.failure is not None:
             logger.warning("problem %s: %s", describe_value(problem.id), played.failure)
-        return make_rollout(problem, sample, played)
+        rollout = make_rollout(problem, sample, played)
+        return rollout if self.choose is None else choose_branches(rollout, self.choose)
 
 
 def make_rollout(problem: Problem, sample: int, played: PlayedEpisode) -> Rollout:
@@ -129,6 +136,33 @@ def make_rollout(problem: Problem, sample: int, played: PlayedEpisode) -> Rollou
         failure=played.failure,
         state=played.state,
     )
+
+
+def choose_branches(rollout: Rollout, choose: ChooseBranches) -> Rollout:
+    """Return the rollout with the branches trained that a foreign function chooses.
+
+    Where that fails, the rollout has failed.
+    """
+    if rollout.failure is not None:
+        return rollout
+    num = len(rollout.branches)
+    try:
+        chosen = [operator.index(i) for i in choose(rollout)]
+    except Exception as error:  # noqa: BLE001  (foreign code)
+        failure = f"task.choose_branches failed: {describe_user_error(error)}"
+        return replace(rollout, end="failed", failure=failure)
+    wrong = [i for i in chosen if not 0 <= i < num]
+    if wrong:
+        return replace(
+            rollout,
+            end="failed",
+            failure=f"task.choose_branches returned {describe_value(chosen)}: {wrong[0]} must be "
+            f"an index of its {num} branches, from 0 to {num - 1}",
+        )
+    branches = [
+        replace(branch, is_trained=i in chosen) for i, branch in enumerate(rollout.branches)
+    ]
+    return replace(rollout, branches=tuple(branches))
 
 
 def _make_empty_turn() -> Turn:

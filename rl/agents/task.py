@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from rl.agents.players.plays import MIB
 from rl.agents.program import AgentProgram
+from rl.agents.rollouts import ChooseBranches
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds, has_members
 from rl.protocols import Environment
@@ -58,6 +59,10 @@ class AgentTask(Configurable):
         `posted` (what the agent posts to `/reward`), `exit_status` (1 for status 0, else 0),
         `value` (the number that the function returns), or a function of the rollout as
         `module:function` or `file.py:function`."""
+        choose_branches: str = ""
+        """Function of the rollout that returns the indices of its branches (`rollout.branches`) to
+        train on, as `module:function` or `file.py:function`; empty: those of
+        `agents.trained_roles`."""
         solved_at: float = 1.0
         """Smallest reward that counts as solved, unless the reward is the task's."""
         shown_info: tuple[str, ...] = ()
@@ -95,6 +100,10 @@ class AgentTask(Configurable):
     def __init__(self, *, config: Config) -> None:
         self.config = config
         self._problems: Task = config.problems.build()
+        self.choose_branches: ChooseBranches | None = None
+        """See `rl.agents.rollouts.AgentEpisodes.choose`."""
+        if config.choose_branches:
+            self.choose_branches = load_function(config.choose_branches)
         if config.function:
             load_function(config.function)
         elif "{" not in config.command[0] and shutil.which(config.command[0]) is None:

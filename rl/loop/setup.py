@@ -73,6 +73,7 @@ class RolloutSetup:
                 player=self.agents,
                 limits=config.episode,
                 max_tokens=self.max_sequence_tokens,
+                choose=getattr(self.task, "choose_branches", None),
             )
         return Episodes(
             generator=self.generator,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from rl.agents.config import EndpointConfig
 from rl.agents.players.local import open_local_player
 from rl.agents.program import AgentProgram
-from rl.agents.rollouts import AgentEpisodes
+from rl.agents.rollouts import AgentEpisodes, choose_branches
 from rl.local import LocalBackend
 from rl.models.files.tokenizer import build_byte_tokenizer, load_tokenizer
 from rl.models.qwen3 import model_registry
@@ -88,6 +89,25 @@ def test_rows_of_branches_have_the_logprobs_of_the_trainer(renderer):
         assert rollout.turns[-1].observation.metrics["agent/requests"] == 5
     num_trained = sum(int(row.mask.sum()) for row in rows)
     assert num_trained == sum(rollout.num_completion_tokens for rollout in rollouts)
+
+
+def test_function_of_the_rollout_chooses_the_branches_that_are_trained(renderer):
+    """Of the branches above: the conversation before its history was rewritten alone."""
+    program = AgentProgram(function="examples.agents.compacting:solve")
+    groups, _ = play(renderer, program)
+    rollout = groups[0][0]
+    chosen = choose_branches(rollout, lambda r: [i for i, b in enumerate(r.branches) if i == 1])
+    assert [branch.is_trained for branch in chosen.branches] == [False, True, False]
+    assert chosen.trained_turns == tuple(rollout.turns[i] for i in rollout.branches[1].turns)
+    wrong: list[tuple[Any, str]] = [
+        (lambda r: [3], r"choose_branches returned \[3\]: 3 must be an index of its 3 branches"),
+        (lambda r: None, "choose_branches failed: TypeError: 'NoneType'"),
+        (lambda r: ["a"], "choose_branches failed: TypeError: 'str'"),
+    ]
+    for choose, reason in wrong:
+        failed = choose_branches(rollout, choose)
+        assert failed.end == "failed"
+        assert re.search(reason, str(failed.failure))
 
 
 def test_seed_decides_the_rollouts_also_of_agents_that_run_at_the_same_time(renderer):

@@ -102,8 +102,6 @@ def test_branches_that_are_no_forest_of_all_turns_are_refused(paths, says):
 def test_branch_of_an_unknown_role_or_state_of_another_kind_is_refused():
     with pytest.raises(ValueError, match=r"role='side' is unknown: must be one of main, sub-agent"):
         Branch(turns=(0,), role="side")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"is_trained=True with role='superseded': must be False"):
-        Branch(turns=(0,), role="superseded")
     with pytest.raises(ValueError, match=r"branches\[0\]=\(0, 1\) must be a Branch"):
         replace(LINEAR, branches=((0, 1),))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"state=\[1\] must be a mapping"):
