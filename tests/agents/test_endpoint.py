@@ -7,13 +7,16 @@ import contextlib
 import json
 import logging
 import socket
+import threading
+from dataclasses import replace
 
 import httpx
 import pytest
 
 from rl.agents.dialects import chat
+from rl.agents.endpoint.episode import LONG_CHARS
 from rl.agents.settings import ClientRules
-from tests.support.agent_endpoint import serve
+from tests.support.agent_endpoint import make_settings, serve
 
 HI = {"role": "user", "content": "Hi"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -454,3 +457,35 @@ async def _until(condition):
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def test_episode_with_a_long_text_does_not_hold_up_the_others(monkeypatch):
+    async def scenario(served):
+        opening, tokenized = served.episode.renderer.opening, threading.Event()
+
+        def render(messages, **options):
+            if len(messages[0].content) > LONG_CHARS:
+                assert tokenized.wait(10)
+            return opening(messages, **options)
+
+        monkeypatch.setattr(served.episode.renderer, "opening", render)
+        other = replace(served, episode=served.endpoint.open(make_settings()))
+        long = {"role": "user", "content": "a" * (LONG_CHARS + 1)}
+        asked = [
+            asyncio.create_task(served.post(path, {"model": "m", "max_tokens": 5, "messages": [m]}))
+            for path, m in (
+                ("/v1/chat/completions", long),
+                ("/v1/messages/count_tokens", long),
+                ("/v1/chat/completions", HI),
+            )
+        ]
+        assert (await other.chat(HI))["choices"][0]["message"]["content"] == "Hello."
+        assert not any(task.done() for task in asked)
+        tokenized.set()
+        too_long, counted, short = await asyncio.gather(*asked)
+        assert "prompt is too long: 10" in too_long.json()["error"]["message"]
+        assert counted.json()["input_tokens"] > LONG_CHARS
+        # A request of the same episode waits, so that the order of the turns is that of requests.
+        assert short.status_code == 200
+
+    run(scenario)

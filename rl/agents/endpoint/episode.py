@@ -38,6 +38,8 @@ MAX_GIVEN = 3
 """Times that an answer is given to clients that do not say whether they retry."""
 MAX_ANSWERS = 64
 """Answers of an episode that are kept for retries, unless more are under way."""
+LONG_CHARS = 100_000
+"""Characters of a request that take tens of milliseconds to tokenize."""
 MAX_ASKED = 16
 """Most values of a field that are recorded."""
 _told_harmless: set[str] = set()
@@ -91,6 +93,8 @@ class AgentEpisode:
         self.record = self._make_record()
         self._answers: dict[bytes, _Answering] = {}
         self._num_asked: Counter[bytes] = Counter()
+        self._recording = asyncio.Lock()
+        """Held by who reads or changes the record, which long texts do in a thread."""
         self._is_closed = False
 
     async def reply(
@@ -167,7 +171,10 @@ class AgentEpisode:
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the tokens of a conversation, as a reply to it would read them."""
-        return len(plan_turn(self._make_record(), request).context_ids)
+        record = self._make_record()
+        if _is_long(request):
+            return len((await asyncio.to_thread(plan_turn, record, request)).context_ids)
+        return len(plan_turn(record, request).context_ids)
 
     def list_models(self) -> list[str]:
         """Return the model names that are accepted, or that of any."""
@@ -184,7 +191,7 @@ class AgentEpisode:
             self._stop_at("turns", f"its {self.settings.max_requests} replies")
         self._note_fields(request)
 
-        plan = plan_turn(self.record, request, role=role)
+        plan = await self._plan(request, role=role)
         sampling = self._choose_sampling(request, plan)
         ((completion,),) = await self.generator.generate(
             [plan.context_ids], sampling=sampling, session=self.settings.key
@@ -196,10 +203,23 @@ class AgentEpisode:
         )
         parsed = answer.parsed
         text = self.renderer.text(completion.token_ids, prompt_ids=plan.context_ids)
-        self.record.add(plan, completion, text=text, told=parsed.message)
+        async with self._recording:
+            self.record.add(plan, completion, text=text, told=parsed.message)
         if request.requires_call and not parsed.calls:
             self.counts["missed_calls"] += 1
         return answer
+
+    async def _plan(self, request: ChatRequest, *, role: str) -> PlannedTurn:
+        if not _is_long(request):
+            async with self._recording:
+                return plan_turn(self.record, request, role=role)
+
+        async def plan_in_thread() -> PlannedTurn:
+            async with self._recording:
+                return await asyncio.to_thread(plan_turn, self.record, request, role=role)
+
+        # A thread cannot be cancelled: the record is its own until it is done.
+        return await asyncio.shield(asyncio.create_task(plan_in_thread()))
 
     def _note_fields(self, request: ChatRequest) -> None:
         """Record what the client asked for, and count what has no effect."""
@@ -257,6 +277,11 @@ class AgentEpisode:
         raise RequestError(
             f"the episode has had {limit}, its limit", status=403, code="limit_reached"
         )
+
+
+def _is_long(request: ChatRequest) -> bool:
+    """Return whether other episodes would wait for the tokens of a request."""
+    return sum(len(m.content) for m in request.messages) > LONG_CHARS
 
 
 def _may_repeat(answering: _Answering, identity: RequestIdentity) -> bool:
