@@ -431,7 +431,9 @@ def test_reward_is_taken_from_the_agent():
         posted = await served.post("/v1/reward", {"reward": 0.5, "steps": 3})
         assert posted.json() == {"posted": {"reward": 0.5, "steps": 3.0}}
         assert served.episode.posted == {"reward": 0.5, "steps": 3.0}
-        for body in ({}, {"reward": "high"}, {"reward": float("inf")}):
+        many, long = {f"n{i}": 0 for i in range(65)}, {"n" * 101: 0}
+        infinite, huge = {"reward": float("inf")}, {"reward": -(10**400)}
+        for body in ({}, {"reward": "high"}, infinite, huge, many, long, {"a": float("nan")}):
             answer = await served.post("/v1/reward", json.dumps(body).encode())
             assert answer.status_code == 400
 

@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import math
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Protocol
 
@@ -52,6 +53,10 @@ ROLE = "x-relay-role"
 SUB_AGENT = "x-openai-subagent"
 """Header by which Codex marks the requests of its sub-agents."""
 HEALTH = "/health"
+MAX_POSTED = 64
+"""Most names of numbers that an agent may post: each becomes a metric."""
+MAX_NAME = 100
+"""Most characters of such a name."""
 
 
 class Dialect(Protocol):
@@ -329,11 +334,18 @@ async def _take_reward(request: Request, episode: AgentEpisode) -> Response:
     body = _read_json(await request.body())
     if not body:
         raise BadRequestError('the body must have numbers, such as {"reward": 1.0}')
+    posted = dict(episode.posted)
     for name, value in body.items():
-        is_number = isinstance(value, int | float) and math.isfinite(value)
-        if not is_number:
+        if len(name) > MAX_NAME:
+            raise BadRequestError(f"{name:.80}...: a name must have at most {MAX_NAME} characters")
+        # Larger integers than a float can hold are numbers in JSON.
+        is_number = isinstance(value, int | float) and -sys.float_info.max <= value
+        if not (is_number and value <= sys.float_info.max):
             raise BadRequestError(f"{name} must be a finite number", field=name)
-    episode.posted |= {name: float(value) for name, value in body.items()}
+        posted[name] = float(value)
+    if len(posted) > MAX_POSTED:
+        raise BadRequestError(f"{len(posted)} names of numbers: must be at most {MAX_POSTED}")
+    episode.posted = posted
     return _respond({"posted": episode.posted})
 
 
