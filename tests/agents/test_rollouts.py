@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from rl.training.engine import TrainingEngine
 from rl.types import Problem, Rollout, SamplingParams
 
 PROBLEMS = [Problem(id=str(n), question="1*2 3*4 5*6 7*8 9*10", answer="2") for n in range(2)]
+COMPACTING = AgentProgram(function="examples.agents.compacting:solve")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,11 @@ def play(renderer, program, use=None, *, seed=3, **limits):
     return asyncio.run(run())
 
 
-def test_rows_of_branches_have_the_logprobs_of_the_trainer(renderer):
+@pytest.fixture(scope="module")
+def played(renderer):
+    """Return rollouts of the example that rewrites its history; their rows; and the largest
+    difference of the logprobs that the trainer computes for them."""
+
     async def compare(local, groups):
         rollouts = [rollout for group in groups for rollout in group]
         advantages = [np.ones(r.num_completion_tokens, np.float32) for r in rollouts]
@@ -72,8 +78,11 @@ def test_rows_of_branches_have_the_logprobs_of_the_trainer(renderer):
             diffs.append(np.abs(row.generator_logprobs - logprobs_T)[row.mask].max())
         return rollouts, rows, max(diffs)
 
-    program = AgentProgram(function="examples.agents.compacting:solve")
-    _, (rollouts, rows, largest) = play(renderer, program, compare)
+    return play(renderer, COMPACTING, compare)[1]
+
+
+def test_rows_of_branches_have_the_logprobs_of_the_trainer(played):
+    rollouts, rows, largest = played
     assert len(rows) == 3 * len(rollouts) == 12
     assert largest <= 1e-5
     for rollout in rollouts:
@@ -91,11 +100,9 @@ def test_rows_of_branches_have_the_logprobs_of_the_trainer(renderer):
     assert num_trained == sum(rollout.num_completion_tokens for rollout in rollouts)
 
 
-def test_function_of_the_rollout_chooses_the_branches_that_are_trained(renderer):
+def test_function_of_the_rollout_chooses_the_branches_that_are_trained(played):
     """Of the branches above: the conversation before its history was rewritten alone."""
-    program = AgentProgram(function="examples.agents.compacting:solve")
-    groups, _ = play(renderer, program)
-    rollout = groups[0][0]
+    rollout = played[0][0]
     chosen = choose_branches(rollout, lambda r: [i for i, b in enumerate(r.branches) if i == 1])
     assert [branch.is_trained for branch in chosen.branches] == [False, True, False]
     assert chosen.trained_turns == tuple(rollout.turns[i] for i in rollout.branches[1].turns)
@@ -110,17 +117,14 @@ def test_function_of_the_rollout_chooses_the_branches_that_are_trained(renderer)
         assert re.search(reason, str(failed.failure))
 
 
-def test_seed_decides_the_rollouts_also_of_agents_that_run_at_the_same_time(renderer):
-    program = AgentProgram(function="examples.agents.compacting:solve")
+def test_seed_decides_the_rollouts_also_of_agents_that_run_at_the_same_time(renderer, played):
+    def list_texts(rollouts: list[Rollout]) -> list[list[str]]:
+        return [[turn.text for turn in rollout.turns] for rollout in rollouts]
 
-    def list_texts(groups: list[list[Rollout]]) -> list[list[str]]:
-        return [[turn.text for turn in rollout.turns] for group in groups for rollout in group]
-
-    first, _ = play(renderer, program)
-    again, _ = play(renderer, program)
-    other, _ = play(renderer, program, seed=4)
-    assert list_texts(first) == list_texts(again) != list_texts(other)
-    assert len({str(texts) for texts in list_texts(first)}) == 4
+    first = list_texts(played[0])
+    again, other = play(renderer, COMPACTING)[0], play(renderer, COMPACTING, seed=4)[0]
+    assert first == list_texts([*chain(*again)]) != list_texts([*chain(*other)])
+    assert len(set(map(str, first))) == 4
 
 
 FAILING = {
@@ -146,7 +150,6 @@ def test_agent_that_fails_is_a_failed_rollout_with_its_reason(renderer, code, re
 
 
 def test_limit_of_replies_ends_an_episode_that_still_counts(renderer):
-    program = AgentProgram(function="examples.agents.compacting:solve")
-    groups, _ = play(renderer, program, max_turns=2)
+    groups, _ = play(renderer, COMPACTING, max_turns=2)
     for rollout in (rollout for group in groups for rollout in group):
         assert (rollout.end, rollout.failure, len(rollout.turns)) == ("turns", None, 2)
