@@ -59,6 +59,18 @@ class BadRequestError(RequestError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ToolForm:
+    """How a client knows a tool that is not a plain function."""
+
+    name: str
+    """Name within its namespace."""
+    namespace: str = ""
+    """Group of tools that the client's calls name."""
+    is_text: bool = False
+    """The client takes the tool's one argument, a text, in place of an object."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ToolSpec:
     """A tool that a client offers to the model."""
 
@@ -67,6 +79,8 @@ class ToolSpec:
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
     """JSON schema of the arguments, of type object."""
+    form: ToolForm | None = None
+    """What a client that does not call it a function is told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rl.agents.dialects.fields import FIELDS, Bounds
+from rl.agents.dialects.fields import FIELDS, HOSTED_TOOLS, Bounds
 from rl.agents.types import BadRequestError
 from tests.support.agent_replies import ASKS, DIALECTS, make_request
 from tools import agent_fields
@@ -114,6 +114,9 @@ NESTED: dict[tuple[str, str], dict[str, Any]] = {
         "input": [{"role": "user", "content": [{"type": "input_image"}]}]
     },
     ("responses", "tool_choice.name"): {"tool_choice": {"type": "function", "name": "f"}},
+    ("messages", "system[].x-anthropic-billing-header"): {
+        "system": [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}]
+    },
     ("messages", "output_config.effort"): {"output_config": {"effort": "low"}},
     ("messages", "output_config.format"): {"output_config": {"format": {"type": "json_schema"}}},
     ("messages", "tool_choice.disable_parallel_tool_use"): {
@@ -148,6 +151,14 @@ for _dialect, _tool in TOOLS.items():
         NESTED[_dialect, f"tools[].{_name}"] = {"tools": [{**_tool, _name: True}]}
     NESTED[_dialect, "tools[].type"] = {"tools": [{"type": "web_search", "name": "f"}]}
     FIELD_OF[_dialect, "tools[].type"] = "tools[0].type"
+for _kind in HOSTED_TOOLS:
+    NESTED["responses", f"tools[].type={_kind}"] = {
+        "tools": [{"type": _kind, "name": "g"}, TOOLS["responses"]]
+    }
+NESTED["responses", "tools[].type=namespace"] = {"tools": [{"type": "namespace", "tools": [{}]}]}
+FIELD_OF["responses", "tools[].type=namespace"] = "tools[0].tools[0].type"
+NESTED["responses", "tools[].type=custom"] = {"tools": [{"type": "custom", "name": "a b"}]}
+FIELD_OF["responses", "tools[].type=custom"] = "tools[0].name"
 for _dialect in ("tokens", "completions"):
     NESTED[_dialect, "stream_options.include_usage"] = {"stream_options": {"include_usage": "yes"}}
 NESTED["completions", "stream_options.include_obfuscation"] = {

@@ -28,6 +28,11 @@ the field."""
 ALL: tuple[Dialect, ...] = ("chat", "responses", "messages")
 OPENAI: tuple[Dialect, ...] = ("chat", "responses")
 TOKENS: tuple[Dialect, ...] = ("tokens",)
+HOSTED_TOOLS = (
+    "web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation",
+    "mcp", "tool_search",
+)  # fmt: skip
+"""Types of tools that the service of OpenAI runs."""
 MAX_SHOWN = 80
 """Longest excerpt of a value in an error, in characters."""
 
@@ -129,6 +134,9 @@ _add(("responses",), "used", {
     "instructions": "the system message, before the input",
     "max_output_tokens": "most new tokens",
     "stop": "a text or a list of texts that end the reply (vLLM)",
+    "tools[].type=namespace": "a group of tools, whose calls name it (Codex)",
+    "tools[].type=custom": "a tool that takes one text: to the model a function with `input`; a "
+    "grammar is a part of its description, the model is not constrained (Codex)",
 })  # fmt: skip
 _add(("messages",), "used", {
     "max_tokens": "most new tokens; required, except for count_tokens",
@@ -214,6 +222,8 @@ _add(("responses",), "harmless", {
     "text.verbosity": "no prompt is changed",
     "access_programs": "there is one program",
     "background_options": "a reply comes in the answer to its request",
+    **{f"tools[].type={kind}": "a hosted tool; beside tools of the client the model is not told "
+       "of it, alone it is refused" for kind in HOSTED_TOOLS},
 })  # fmt: skip
 _add(("messages",), "harmless", {
     "cache_control": "prefixes are cached anyway",
@@ -232,6 +242,8 @@ _add(("messages",), "harmless", {
     "user_profile_id": "label of the client",
     "workspace_id": "label of the client",
     "system[].cache_control": "prefixes are cached anyway",
+    "system[].x-anthropic-billing-header": "a first line that may change with each request is left "
+    "out (Claude Code)",
     "messages[].content[].cache_control": "prefixes are cached anyway",
     "messages[].content[].is_error": "the text of a tool's result says it",
 })  # fmt: skip
@@ -302,7 +314,8 @@ _add(("responses",), "refused", {
         "replies are not constrained; send type text, or validate the reply",
         {"type": "text"}, {},
     ),
-    "input[].type": "only messages, function calls, their outputs and reasoning are read",
+    "input[].type": "only messages, calls of functions and custom tools, their outputs and "
+    "reasoning are read",
     "input[].content[].type": "only parts of type input_text and output_text are read",
     "enable_response_messages": ("not supported (vLLM)", False),
     "previous_input_messages": ("send the whole conversation as input (vLLM)", []),

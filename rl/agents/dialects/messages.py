@@ -61,6 +61,8 @@ ERROR_TYPES = {
 """Type of an error by its status; invalid_request_error for other 4xx, api_error for 5xx."""
 END_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 NO_BLOCK = ""
+BILLING = "x-anthropic-billing-header:"
+"""First line of Claude Code's system message, for the service of Anthropic."""
 
 
 # Requests
@@ -100,6 +102,10 @@ def _read_body(body: Mapping[str, Any]) -> ChatRequest:
     conversation = Conversation()
     if body.get("system"):
         text = _join_texts(body["system"], "system", nested, cache="system[].cache_control")
+        if text.startswith(BILLING):
+            # It says nothing to a model, and each request would be another beginning.
+            text = text.partition("\n")[2]
+            nested.add("system[].x-anthropic-billing-header")
         if text:
             conversation.add(Message(role="system", content=text))
     given = require_list(body.get("messages"), "messages")

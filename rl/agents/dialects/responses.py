@@ -1,15 +1,18 @@
 """OpenAI responses without state: each request brings the whole conversation as its input.
 
-A reply is a list of items in the order in which the model wrote them: reasoning, messages, function
-calls. A history with these items reads back to one message, with or without its reasoning.
+A reply is a list of items in the order in which the model wrote them: reasoning, messages, calls of
+tools. A history with these items reads back to one message, with or without its reasoning.
+
+Codex groups tools in namespaces, and has tools that take one text: to the model they are functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rl.agents.dialects.fields import FIELDS, check_fields, check_refused
+from rl.agents.dialects.fields import FIELDS, HOSTED_TOOLS, check_fields, check_refused
 from rl.agents.dialects.reading import (
     Conversation,
     check_arguments,
@@ -29,24 +32,24 @@ from rl.agents.dialects.reading import (
     require_object,
 )
 from rl.agents.dialects.reply_reader import ParsedReply, ReplyEvent
+from rl.agents.dialects.response_items import TEXT_ARGUMENT, ItemBuilder
 from rl.agents.dialects.writing import (
     COMMENT,
     describe_openai_error,
     frame_event,
     select_parts,
     tell_end,
-    write_arguments,
 )
 from rl.agents.types import (
     NO_IDS,
     NO_TOKENS,
     ChatReply,
     ChatRequest,
-    ReplyCall,
     ReplyExtra,
     ReplyStart,
     RequestError,
     TokenPiece,
+    ToolForm,
     ToolSpec,
 )
 from rl.types import Message
@@ -61,6 +64,12 @@ TEXT_PARTS = {
 }
 """Name of the text in each type of part."""
 CHOICES = ("none", "auto", "required")
+ONE_TEXT = {
+    "type": "object",
+    "properties": {TEXT_ARGUMENT: {"type": "string"}},
+    "required": [TEXT_ARGUMENT],
+}
+"""Schema of a tool that takes one text."""
 
 
 # Requests
@@ -72,6 +81,8 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     sorted_fields = check_fields(body, "responses")
     nested: set[str] = set()
     conversation = Conversation()
+    tools = _read_tools(body.get("tools"), nested)
+    names = {(t.form.namespace, t.form.name): t.name for t in tools if t.form is not None}
     instructions = read_text(body.get("instructions"), "instructions")
     if instructions:
         conversation.add(Message(role="system", content=instructions))
@@ -81,11 +92,11 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     else:
         items = require_list(given, "input")
         for place, item in enumerate(items):
-            _read_item(require_object(item, f"input[{place}]"), f"input[{place}]", conversation)
+            where = f"input[{place}]"
+            _read_item(require_object(item, where), where, conversation, names)
         # Instructions alone ask for nothing.
         if not items:
             Conversation().finish("input")
-    tools = _read_tools(body.get("tools"), nested)
     requires_call, allows_calls = _read_choice(body.get("tool_choice"))
     wants: frozenset[ReplyExtra] = frozenset({"reasoning"})
     told = body.get("include_reasoning")
@@ -106,20 +117,25 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     )
 
 
-def _read_item(item: Mapping[str, Any], where: str, conversation: Conversation) -> None:
+def _read_item(
+    item: Mapping[str, Any],
+    where: str,
+    conversation: Conversation,
+    names: Mapping[tuple[str, str], str],
+) -> None:
+    """Add an item; `names` are those of tools by namespace and name."""
     # The type of a message is often left out.
     kind = item.get("type")
     if kind is None and "role" in item:
         kind = "message"
     if kind == "message":
         _read_message(item, where, conversation)
-    elif kind == "function_call":
-        arguments, field = item.get("arguments"), f"{where}.arguments"
-        # Some clients keep arguments as the object that they are.
-        read = check_arguments if isinstance(arguments, dict) else read_arguments
-        call = read_call(item.get("name"), read(arguments, field), f"{where}.name")
-        conversation.add_call(call)
-    elif kind == "function_call_output":
+    elif kind in ("function_call", "custom_tool_call"):
+        call = read_call(item.get("name"), _read_arguments(item, where), f"{where}.name")
+        namespace = read_text(item.get("namespace"), f"{where}.namespace")
+        name = names.get((namespace, call.name), call.name)
+        conversation.add_call(replace(call, name=name))
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         read_text(item.get("call_id"), f"{where}.call_id")
         text = _join_text(item.get("output"), f"{where}.output", separator="\n")
         conversation.add(Message(role="tool", content=text))
@@ -127,6 +143,15 @@ def _read_item(item: Mapping[str, Any], where: str, conversation: Conversation) 
     elif kind != "reasoning":
         row = FIELDS["responses"]["input[].type"]
         check_refused("" if kind is None else kind, row, field=f"{where}.type")
+
+
+def _read_arguments(item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    if item["type"] == "custom_tool_call":
+        return {TEXT_ARGUMENT: read_text(item.get("input"), f"{where}.input")}
+    arguments, field = item.get("arguments"), f"{where}.arguments"
+    # Some clients keep arguments as the object that they are.
+    read = check_arguments if isinstance(arguments, dict) else read_arguments
+    return read(arguments, field)
 
 
 def _read_message(item: Mapping[str, Any], where: str, conversation: Conversation) -> None:
@@ -154,20 +179,72 @@ def _join_text(value: Any, field: str, *, separator: str) -> str:
 
 
 def _read_tools(value: Any, nested: set[str]) -> tuple[ToolSpec, ...]:
+    """Return the tools that the client runs; a hosted tool beside them is left out."""
     if value is None:
         return ()
     tools: dict[str, ToolSpec] = {}
+    hosted: list[tuple[str, str]] = []
     for place, given in enumerate(require_list(value, "tools")):
         where = f"tools[{place}]"
         outer = require_object(given, where)
-        if outer.get("type") != "function":
-            refuse_tool_type(outer.get("type"), where, "responses")
-        tool = read_tool(outer, where, schema_key="parameters", earlier=tools.keys())
-        tools[tool.name] = tool
-        for name in ("strict", "defer_loading", "cache_control"):
-            if outer.get(name) is not None:
-                nested.add(f"tools[].{name}")
+        kind = outer.get("type")
+        if kind in HOSTED_TOOLS:
+            hosted.append((kind, where))
+        elif kind == "namespace":
+            namespace = read_text(outer.get("name"), f"{where}.name")
+            inner = require_list(outer.get("tools"), f"{where}.tools")
+            for number, each in enumerate(inner):
+                at = f"{where}.tools[{number}]"
+                _add_tool(require_object(each, at), at, tools, nested, namespace=namespace)
+        else:
+            _add_tool(outer, where, tools, nested)
+    for kind, where in hosted:
+        # An agent without other tools relies on it.
+        if not tools:
+            refuse_tool_type(kind, where, "responses")
+        nested.add(f"tools[].type={kind}")
     return tuple(tools.values())
+
+
+def _add_tool(
+    given: Mapping[str, Any],
+    where: str,
+    tools: dict[str, ToolSpec],
+    nested: set[str],
+    *,
+    namespace: str = "",
+) -> None:
+    """Add a function, or a tool that takes one text, by a name that no earlier tool has."""
+    kind, name = given.get("type"), given.get("name")
+    is_text = kind == "custom"
+    if kind != "function" and not is_text:
+        refuse_tool_type(kind, where, "responses")
+    read = dict(given)
+    if is_text:
+        read["parameters"] = ONE_TEXT
+        read["description"] = _describe_text_tool(given, where)
+    if namespace and name in tools:
+        read["name"] = f"{namespace}__{name}"
+    tool = read_tool(read, where, schema_key="parameters", earlier=tools.keys())
+    if namespace or is_text:
+        form = ToolForm(name=str(name), namespace=namespace, is_text=is_text)
+        tool = replace(tool, form=form)
+    tools[tool.name] = tool
+    for field in ("strict", "defer_loading", "cache_control"):
+        if given.get(field) is not None:
+            nested.add(f"tools[].{field}")
+
+
+def _describe_text_tool(given: Mapping[str, Any], where: str) -> str:
+    """Return the description of a tool that takes one text, with the grammar of the text."""
+    text = read_text(given.get("description"), f"{where}.description")
+    field = f"{where}.format"
+    form = {} if given.get("format") is None else require_object(given["format"], field)
+    grammar = read_text(form.get("definition"), f"{field}.definition")
+    if not grammar:
+        return text
+    syntax = read_text(form.get("syntax"), f"{field}.syntax")
+    return f"{text}\n\nGrammar of the input ({syntax}):\n{grammar}".strip()
 
 
 def _read_choice(value: Any) -> tuple[bool, bool]:
@@ -189,7 +266,7 @@ def _read_choice(value: Any) -> tuple[bool, bool]:
 
 def make_body(reply: ChatReply, request: ChatRequest, parsed: ParsedReply) -> dict[str, Any]:
     """Return the body of a whole reply."""
-    builder = _ItemBuilder(reply.id)
+    builder = ItemBuilder(reply.id, tools=request.tools)
     for part in select_parts(parsed.parts, request):
         builder.add(part)
     builder.finish()
@@ -211,7 +288,7 @@ class ResponsesStream:
     def __init__(self, request: ChatRequest, *, start: ReplyStart) -> None:
         self._request = request
         self._start = start
-        self._builder = _ItemBuilder(start.id)
+        self._builder = ItemBuilder(start.id, tools=request.tools)
         self._num_events = 0
 
     def start(self) -> bytes:
@@ -278,131 +355,6 @@ def stream_body(reply: ChatReply, request: ChatRequest, parsed: ParsedReply) -> 
     """Return a whole reply as the stream of it."""
     stream = ResponsesStream(request, start=reply.start)
     return stream.start() + stream.add(parsed.parts) + stream.finish(reply)
-
-
-class _ItemBuilder:
-    """Items of a reply, with the events that tell of them."""
-
-    def __init__(self, reply_id: str) -> None:
-        self.reply_id = reply_id
-        self.output: list[dict[str, Any]] = []
-        """Complete items."""
-        self.has_calls = False
-        self._open: dict[str, Any] | None = None
-        """Item whose text goes on."""
-        self._texts: list[str] = []
-        self._has_message = False
-
-    def add(self, part: ReplyEvent) -> list[dict[str, Any]]:
-        """Return the events of a part."""
-        if isinstance(part, ReplyCall):
-            return self.finish_item() + self._add_call(part)
-        kind = "message" if part.kind == "content" else "reasoning"
-        events = []
-        # A text goes on for as long as its kind does.
-        if self._open is None or self._open["type"] != kind:
-            events = self.finish_item() + self._open_item(kind)
-        assert self._open is not None
-        self._texts.append(part.text)
-        delta = {
-            "type": f"response.{self._part_type}.delta",
-            **self._place_text(),
-            "delta": part.text,
-        }
-        if kind == "message":
-            delta["logprobs"] = []
-        return [*events, delta]
-
-    def finish(self) -> list[dict[str, Any]]:
-        """Return the events of the end.
-
-        A reply without content and calls gets an empty message: a client that sends back neither
-        would lose the turn.
-        """
-        events = self.finish_item()
-        if not self.has_calls and not self._has_message:
-            events += self._open_item("message") + self.finish_item()
-        return events
-
-    def finish_item(self) -> list[dict[str, Any]]:
-        """Return the events that end the open item."""
-        if self._open is None:
-            return []
-        text, part = "".join(self._texts), self._make_part("".join(self._texts))
-        done: dict[str, Any] = {
-            "type": f"response.{self._part_type}.done",
-            **self._place_text(),
-            "text": text,
-        }
-        # Fields that the client's types require.
-        if self._open["type"] == "message":
-            done["logprobs"] = []
-        ended = {"type": "response.content_part.done", **self._place_text(), "part": part}
-        item = {**self._open, "status": "completed", "content": [part]}
-        self._open, self._texts = None, []
-        return [done, ended, self._end_item(item)]
-
-    @property
-    def _part_type(self) -> str:
-        assert self._open is not None
-        return "output_text" if self._open["type"] == "message" else "reasoning_text"
-
-    def _make_part(self, text: str) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": self._part_type, "text": text}
-        return part | ({"annotations": [], "logprobs": []} if "output" in part["type"] else {})
-
-    def _place_text(self) -> dict[str, Any]:
-        assert self._open is not None
-        return {
-            "item_id": self._open["id"],
-            "output_index": len(self.output),
-            "content_index": 0,
-        }
-
-    def _open_item(self, kind: str) -> list[dict[str, Any]]:
-        prefix = "msg" if kind == "message" else "rs"
-        item: dict[str, Any] = {"id": f"{prefix}_{self.reply_id}_{len(self.output)}", "type": kind}
-        if kind == "message":
-            self._has_message = True
-            item["role"] = "assistant"
-        else:
-            item["summary"] = []
-        self._open = item
-        added = {**item, "status": "in_progress", "content": []}
-        part = {
-            "type": "response.content_part.added",
-            **self._place_text(),
-            "part": self._make_part(""),
-        }
-        return [self._announce(added), part]
-
-    def _add_call(self, part: ReplyCall) -> list[dict[str, Any]]:
-        self.has_calls = True
-        arguments = write_arguments(part.call)
-        item = {
-            "id": f"fc_{self.reply_id}_{len(self.output)}",
-            "type": "function_call",
-            "call_id": part.id,
-            "name": part.call.name,
-        }
-        place = {"item_id": item["id"], "output_index": len(self.output)}
-        kind = "response.function_call_arguments"
-        # A call is known once it is complete, so that its arguments are one piece.
-        return [
-            self._announce({**item, "arguments": "", "status": "in_progress"}),
-            {"type": f"{kind}.delta", **place, "delta": arguments},
-            {"type": f"{kind}.done", **place, "name": part.call.name, "arguments": arguments},
-            self._end_item({**item, "arguments": arguments, "status": "completed"}),
-        ]
-
-    def _announce(self, item: dict[str, Any]) -> dict[str, Any]:
-        index = len(self.output)
-        return {"type": "response.output_item.added", "output_index": index, "item": item}
-
-    def _end_item(self, item: dict[str, Any]) -> dict[str, Any]:
-        index = len(self.output)
-        self.output.append(item)
-        return {"type": "response.output_item.done", "output_index": index, "item": item}
 
 
 def _describe_response(
