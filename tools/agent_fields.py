@@ -25,8 +25,9 @@ field. Null is the same as a field that is left out.
 
 The run decides what it samples from, because the recorded logprobs must be the policy's.
 
-`(vLLM)`, `(Qwen)`, `(OpenRouter)`, `(litellm)`, `(Codex)` and `(Claude Code)` mark fields that are theirs. `[]`
-stands for every item of a list. Fields inside messages that are not listed are ignored.
+`(vLLM)`, `(Qwen)`, `(OpenRouter)`, `(litellm)`, `(Codex)` and `(Claude Code)` mark fields that are
+theirs. `[]` stands for every item of a list. Fields inside messages that are not listed are
+ignored.
 
 - Texts of the assistant's parts are joined as they are, other texts by a line break. Roles
   `developer` and `system` are the same.

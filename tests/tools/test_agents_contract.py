@@ -43,7 +43,9 @@ def test_script_calls_a_tool_and_tells_its_result(prompt, reply):
 
 
 def test_unknown_package_is_refused_by_name():
-    assert choose_packages([]) == list(PACKAGES)
+    coding = choose_packages(["coding-agents"])
+    assert [package.name for package in coding][:2] == ["claude-code", "codex"]
+    assert choose_packages([]) + coding == list(PACKAGES)
     with pytest.raises(ValueError, match="package 'openai' is not known: must be one of openai-2"):
         choose_packages(["openai"])
 

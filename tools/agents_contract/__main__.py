@@ -7,6 +7,10 @@ has recorded. It prints a table and exits with 0 if everything held, with 1 if s
 with 2 if a package cannot be installed.
 
     python -m tools.agents_contract openai-3 smolagents
+
+Coding agents, which are programs of Node, are run if they are named: each is up to 400 MB.
+
+    python -m tools.agents_contract coding-agents
 """
 
 from __future__ import annotations
@@ -29,7 +33,14 @@ from rl.agents.endpoint.episode import AgentEpisode
 from rl.utils.proxies import make_loopback_exemption
 from tools.agents_contract.cases import Case
 from tools.agents_contract.clients.harness import CASES
-from tools.agents_contract.packages import PACKAGES, ROOT, Package, choose_packages, install
+from tools.agents_contract.packages import (
+    CODING,
+    PACKAGES,
+    ROOT,
+    Package,
+    choose_packages,
+    install,
+)
 from tools.agents_contract.server import ContractServer, Sampled, serve_contract
 from tools.setup_env import InstallError, Refusal
 
@@ -59,9 +70,7 @@ async def run_package(server: ContractServer, package: Package) -> list[Finding]
     """Run the cases of a package and check both sides."""
     episodes = {}
     for name, case in package.cases.items():
-        episodes[name] = server.open(
-            faults=case.faults, delay_s=case.delay_s, is_ended=case.is_ended
-        )
+        episodes[name] = server.open(case)
     lines, output = await _run_client(server.url, package, episodes)
     findings = []
     for name, case in package.cases.items():
@@ -216,7 +225,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = ", ".join(package.name for package in PACKAGES)
-    parser.add_argument("names", nargs="*", help=f"packages (default: all): {known}")
+    parser.add_argument(
+        "names", nargs="*", help=f"packages, or {CODING} (default: all others): {known}"
+    )
     args = parser.parse_args(argv)
     try:
         packages = choose_packages(args.names)

@@ -30,6 +30,8 @@ class Case:
     """True if the episode has ended before the client begins."""
     at_least: Mapping[str, int] = field(default_factory=dict)
     """Counts of the episode that have to be reached."""
+    max_context: int = 65_536
+    """Most tokens of a conversation, of which each is a byte."""
 
 
 def expect(branches: Branches = CALL_AND_ANSWER, **seen: Any) -> Case:
@@ -149,3 +151,5 @@ OPENENV: Mapping[str, Case] = {
     "probe": expect(ONE_REPLY, ok=True, level="tokens"),
     "capture": expect(answer=ANSWER, problems=[], continues=True, tokens=...),
 }
+CODED = Case(seen={"file": "5", "says": True}, branches=CALL_AND_ANSWER, max_context=1 << 20)
+"""A coding agent runs a command and answers; it announces tools at length."""

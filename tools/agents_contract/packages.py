@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -16,10 +18,12 @@ from pathlib import Path
 
 from tools.agents_contract import cases
 from tools.agents_contract.cases import Case
-from tools.setup_env import Environment
+from tools.setup_env import Environment, Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 VENVS = ROOT / ".venv-agents"
+CODING = "coding-agents"
+"""Name of all coding agents."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +38,13 @@ class Package:
     """Module of `clients/`."""
     cases: Mapping[str, Case]
     """Cases of the client by name."""
-    requirements: tuple[str, ...]
+    requirements: tuple[str, ...] = ()
+    node_script: str = ""
+    """Script by which a package of npm gets its program. npm runs it by itself where it may."""
+
+    @property
+    def is_coding_agent(self) -> bool:
+        return self.client == "coding_agents_client"
 
     @property
     def environment(self) -> Environment:
@@ -46,11 +56,26 @@ class Package:
 
     def read_version(self) -> str:
         """Return the version that is installed."""
+        if self.is_coding_agent:
+            described = VENVS / self.name / "node_modules" / self.distribution / "package.json"
+            return str(json.loads(described.read_text())["version"])
         prefix = f"{self.distribution.replace('-', '_')}-"
         for name in self.environment.installed():
             if name.lower().startswith(prefix):
                 return name[len(prefix) :].removesuffix(".dist-info")
         return "?"
+
+
+def _make_coding_agent(name: str, package: str, version: str, *, script: str = "") -> Package:
+    """Return a package of npm, of the newest version that begins like this."""
+    return Package(
+        name=name,
+        distribution=package,
+        client="coding_agents_client",
+        cases={name: cases.CODED},
+        requirements=(f"{package}@{version}",),
+        node_script=script,
+    )
 
 
 PACKAGES = (
@@ -117,16 +142,29 @@ PACKAGES = (
         cases=cases.OPENENV,
         requirements=("openenv>=0.10,<0.11",),
     ),
+    _make_coding_agent("claude-code", "@anthropic-ai/claude-code", "2", script="install.cjs"),
+    _make_coding_agent("codex", "@openai/codex", "0"),
+    _make_coding_agent("opencode", "opencode-ai", "1", script="postinstall.mjs"),
+    _make_coding_agent("qwen-code", "@qwen-code/qwen-code", "0"),
+    _make_coding_agent("pi", "@mariozechner/pi-coding-agent", "0"),
 )
 
 
 def choose_packages(names: list[str]) -> list[Package]:
-    """Return the packages with these names, or all; raise ValueError for an unknown name."""
-    known = {package.name: package for package in PACKAGES}
+    """Return the packages with these names, or all but the coding agents.
+
+    Raises ValueError for an unknown name.
+    """
+    known = {package.name: [package] for package in PACKAGES}
+    known[CODING] = [package for package in PACKAGES if package.is_coding_agent]
+    if not names:
+        return [package for package in PACKAGES if not package.is_coding_agent]
+    chosen = []
     for name in names:
         if name not in known:
             raise ValueError(f"package {name!r} is not known: must be one of {', '.join(known)}")
-    return [known[name] for name in names] if names else list(PACKAGES)
+        chosen += known[name]
+    return chosen
 
 
 def install(package: Package) -> None:
@@ -142,6 +180,20 @@ def install(package: Package) -> None:
         started = time.monotonic()
         print(f"installing {', '.join(package.requirements)} ...", flush=True)
         environment.create()
-        environment.install(*package.requirements)
+        if package.is_coding_agent:
+            _install_from_npm(package)
+        else:
+            environment.install(*package.requirements)
         environment.finish(key, groups=[])
         print(f"  {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _install_from_npm(package: Package) -> None:
+    if shutil.which("npm") is None:
+        raise Refusal(f"{package.name} needs Node: there is no program npm")
+    environment, folder = package.environment, str(VENVS / package.name)
+    quiet = ("--no-audit", "--no-fund", "--loglevel", "error")
+    environment.run("npm", "install", *quiet, "--prefix", folder, *package.requirements)
+    if package.node_script:
+        place = VENVS / package.name / "node_modules" / package.distribution
+        environment.run("node", str(place / package.node_script))

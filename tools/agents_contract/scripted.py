@@ -1,7 +1,8 @@
 """A model that is a script: it reads the conversation, calls a tool, then answers.
 
 It asks the first tool that it knows, with the numbers of the last question, and says what the tool
-returned. Without a tool it knows the answer itself. What it writes is Qwen3's format.
+returned. With a shell it writes the answer into answer.txt. Without a tool it knows the answer
+itself. What it writes is Qwen3's format.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ OBSERVED = "Observation:"
 """Mark with which smolagents tells the results of tools."""
 ASKS_AGENT = "ask_adder"
 HANDS_OVER = "transfer_to_adder"
+SHELLS: Mapping[str, Mapping[str, Any]] = {
+    "Bash": {"command": "...", "description": "Write the number."},
+    "exec_command": {"cmd": "..."},
+    "bash": {"command": "...", "description": "Write the number."},
+    "run_shell_command": {"command": "...", "is_background": False},
+}
+"""Tools by which coding agents run commands, and their arguments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +65,11 @@ class Conversation:
         return numbers[-1] if numbers else None
 
     @property
+    def shell(self) -> str | None:
+        """The tool that runs commands."""
+        return next((name for name in SHELLS if name in self.tools), None)
+
+    @property
     def writes_code(self) -> bool:
         return not self.tools and "<code>" in self.system
 
@@ -64,12 +77,18 @@ class Conversation:
 def reply_to(prompt: str) -> str:
     """Return the reply to a prompt."""
     conversation = Conversation.read(prompt)
-    if conversation.result is not None:
+    shell = conversation.shell
+    # The numbers in what a shell returns are not only those that a command has printed.
+    if conversation.result is not None and shell is None:
         return _tell(conversation, conversation.result)
     questions = SUM.findall("\n".join(conversation.users))
     if not questions:
         return "Hello."
     first, second = map(int, questions[-1])
+    if shell is not None and conversation.result is None:
+        command = f"echo {first + second} | tee answer.txt"
+        given = SHELLS[shell]
+        return _call(shell, {k: command if v == "..." else v for k, v in given.items()})
     if "add" in conversation.tools:
         return _call("add", {"a": first, "b": second})
     if HANDS_OVER in conversation.tools:

@@ -18,10 +18,9 @@ from rl.http.server import format_url, listen, make_server
 from rl.rollouts.renderer import Renderer
 from rl.types import Completion, SamplingParams
 from tests.support.agent_endpoint import FaultyApp, make_qwen_renderer
+from tools.agents_contract.cases import Case
 from tools.agents_contract.scripted import reply_to
 
-MAX_CONTEXT = 65_536
-"""Tokens, of which each is a byte."""
 MAX_REPLY = 1024
 MAX_BODY = 4 << 20
 
@@ -80,20 +79,18 @@ class ContractServer:
     model: ScriptedModel
     app: FaultyApp
 
-    def open(
-        self, *, faults: Sequence[int] = (), delay_s: float = 0.0, is_ended: bool = False
-    ) -> AgentEpisode:
-        """Open an episode whose first answers are errors, or whose replies take a while."""
+    def open(self, case: Case) -> AgentEpisode:
+        """Open an episode for a case."""
         settings = EpisodeSettings(
             sampling=SamplingParams(max_tokens=MAX_REPLY, seed=1),
-            max_context=MAX_CONTEXT,
+            max_context=case.max_context,
             max_requests=32,
-            max_tokens=10 * MAX_CONTEXT,
+            max_tokens=10 * case.max_context,
         )
         episode = self.endpoint.open(settings)
-        self.app.faults[settings.key] = [*faults]
-        self.model.delays_s[settings.key] = delay_s
-        if is_ended:
+        self.app.faults[settings.key] = [*case.faults]
+        self.model.delays_s[settings.key] = case.delay_s
+        if case.is_ended:
             self.endpoint.end(episode)
         return episode
 
