@@ -6,6 +6,7 @@ and brings them back (`answer_calls`).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from rl.agents.config import EndpointConfig
 from rl.agents.endpoint.queue import GenerateAnswer, QueuedGenerator, TakenCalls
 from rl.agents.program import AgentProgram
 from rl.agents.settings import EpisodeSettings
-from rl.agents.types import PlayedEpisode
+from rl.agents.types import PlayedEpisode, make_failed_play
 from rl.config.configurable import Configurable
 from rl.observability.spans import span
 from rl.rollouts.renderer import Renderer
@@ -45,6 +46,8 @@ class AgentEndpoint(Actor, Configurable):
         self._generator = QueuedGenerator()
         self._stack = contextlib.AsyncExitStack()
         self._host: AgentHost | None = None
+        self._plays: dict[str, asyncio.Task[PlayedEpisode]] = {}
+        """Plays under way by the key of their episode."""
 
     @endpoint
     @span("setup")
@@ -70,9 +73,24 @@ class AgentEndpoint(Actor, Configurable):
     async def play(
         self, problem: Problem, settings: EpisodeSettings, time_limit_s: float
     ) -> PlayedEpisode:
-        """Play one agent to its end."""
+        """Play one agent to its end, or to that by `end_plays`."""
         assert self._host is not None
-        return await self._host.play(problem, settings=settings, time_limit_s=time_limit_s)
+        host_play = self._host.play(problem, settings=settings, time_limit_s=time_limit_s)
+        playing = self._plays[settings.key] = asyncio.create_task(host_play)
+        try:
+            await asyncio.wait({playing})
+        finally:
+            playing.cancel()
+            del self._plays[settings.key]
+        # A CancelledError would count as a crash of the actor.
+        return make_failed_play("the agent was ended") if playing.cancelled() else playing.result()
+
+    @concurrent_endpoint
+    async def end_plays(self, keys: Sequence[str]) -> None:
+        """End the agents of episodes that nobody waits for any more."""
+        for key in keys:
+            if key in self._plays:
+                self._plays[key].cancel()
 
     @concurrent_endpoint
     async def take_calls(self, wait_s: float) -> TakenCalls:

@@ -21,6 +21,7 @@ from rl.protocols import TokenGenerator
 from rl.rollouts.renderer import Renderer
 from rl.tasks.task import Task
 from rl.types import Problem
+from rl.utils.errors import RunError
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,9 @@ class AgentClient:
         self._has_answers = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Error after which no calls are taken any more."""
+        self._to_end: list[str] = []
+        """Keys of episodes whose agents nobody waits for any more."""
+        self._ending: asyncio.Task[None] | None = None
 
     async def play(
         self,
@@ -87,9 +91,30 @@ class AgentClient:
             except ActorLostError:
                 continue  # `wait_until_up` raises the loss if nothing is restarted.
             finally:
-                playing.cancel()
+                if not playing.done():
+                    playing.cancel()
+                    self._end_soon(settings.key)
             result: PlayedEpisode = played
             return result
+
+    def _end_soon(self, key: str) -> None:
+        """End an agent, which would go on otherwise: the actor does not see that a caller left.
+
+        In the background, as the caller may be cancelled.
+        """
+        self._to_end.append(key)
+        if self._ending is None or self._ending.done():
+            self._ending = asyncio.create_task(self._end_plays())
+
+    async def _end_plays(self) -> None:
+        # Many callers are cancelled at once, and one call is for all of them.
+        while self._to_end:
+            keys, self._to_end = self._to_end, []
+            try:
+                await self._group.call(AgentEndpoint.end_plays, keys, timeout="close_s")
+            except RunError as error:
+                # Their time limits end the agents as well, and so does the end of the actor.
+                logger.debug("%d agents were not ended: %s", len(keys), error)
 
     @asynccontextmanager
     async def answer_calls(self) -> AsyncIterator[None]:
@@ -100,9 +125,10 @@ class AgentClient:
         try:
             yield
         finally:
-            for task in (*tasks, *self._running.values()):
+            tasks += [*self._running.values(), *filter(None, [self._ending])]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, *self._running.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -132,22 +158,27 @@ class AgentClient:
                 self._running[call.id] = task
 
     async def _answer(self, call: GenerateCall) -> None:
-        generator = self._generators.get(call.session)
-        if generator is None:  # The episode has ended meanwhile.
-            return
         try:
-            completions = await generator.generate(
-                call.prompts, sampling=call.sampling, session=call.session
-            )
-            answer = GenerateAnswer(id=call.id, completions=completions)
-        except Exception as error:  # noqa: BLE001  (told to the agent, and logged there)
-            logger.warning("an agent's request failed: %r", error)
-            answer = GenerateAnswer(id=call.id, completions=None, error=str(error))
+            answer = await self._draw(call)
         finally:
             if self._running.get(call.id) is asyncio.current_task():
                 del self._running[call.id]
         self._answers.append(answer)
         self._has_answers.set()
+
+    async def _draw(self, call: GenerateCall) -> GenerateAnswer:
+        generator = self._generators.get(call.session)
+        if generator is None:
+            # Told, as the endpoint and with it the client would wait for ever.
+            return GenerateAnswer(id=call.id, completions=None, error="the episode has ended")
+        try:
+            completions = await generator.generate(
+                call.prompts, sampling=call.sampling, session=call.session
+            )
+        except Exception as error:  # noqa: BLE001  (told to the agent, and logged there)
+            logger.warning("an agent's request failed: %r", error)
+            return GenerateAnswer(id=call.id, completions=None, error=str(error))
+        return GenerateAnswer(id=call.id, completions=completions)
 
     async def _send(self) -> None:
         """Bring answers back, together with those that are ready at the same time."""

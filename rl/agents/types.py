@@ -210,3 +210,8 @@ class PlayedEpisode:
     state: Mapping[str, Any]
     """What reward functions read: exit_status, output, value, files, reward, posted, wall_s."""
     metrics: Mapping[str, float]
+
+
+def make_failed_play(reason: str) -> PlayedEpisode:
+    """Return the episode of an agent of which nothing is known but why it failed."""
+    return PlayedEpisode(turns=(), branches=(), end="failed", failure=reason, state={}, metrics={})

@@ -1,10 +1,21 @@
-"""Which player a run's agents have."""
+"""Which player a run's agents have; the client of the agents' actor, in virtual time."""
 
 import asyncio
+import inspect
 from contextlib import asynccontextmanager
 from typing import Any
 
-from actors.cluster.agents import open_player
+import pytest
+
+from actors.agents import AgentEndpoint
+from actors.cluster.agents import AgentClient, open_player
+from rl.agents.endpoint.queue import QueuedGenerator
+from rl.agents.program import AgentProgram
+from rl.types import Problem
+from rl.utils.errors import RunError
+from tests.support.agent_endpoint import make_settings
+from tests.support.mortal import Mortal
+from tests.support.virtual_time import run_in_virtual_time
 
 RENDERER: Any = "renderer"
 
@@ -38,3 +49,99 @@ def test_task_may_bring_its_own_player():
 
 def test_task_without_agents_has_no_player():
     assert open_once(object()) is None
+
+
+# The client of the actor
+
+PROBLEM = Problem(id="a", question="1 + 1 = ?", answer="2")
+SETTINGS = make_settings()
+
+
+class Host:
+    """Host whose agents ask the model once, if at all, and then wait for their end."""
+
+    def __init__(self, generator: QueuedGenerator | None = None) -> None:
+        self.generator = generator
+        self.begun = asyncio.Event()
+        self.num_ended = 0
+        self.replies: list[Any] = []
+
+    async def play(self, problem: Any, *, settings: Any, time_limit_s: float) -> Any:
+        self.begun.set()
+        try:
+            if self.generator is not None:
+                self.replies.append(await ask(self.generator, settings.key))
+            await asyncio.Event().wait()
+        finally:
+            self.num_ended += 1
+
+
+async def ask(generator: QueuedGenerator, key: str) -> Any:
+    """Return the reply, or the error that an agent is told."""
+    try:
+        return await generator.generate([], sampling=SETTINGS.sampling, session=key)
+    except RunError as error:
+        return str(error)
+
+
+class AgentActor(Mortal):
+    """The agents' actor, in this process."""
+
+    def __init__(self, *, asks: bool = False) -> None:
+        super().__init__("agents")
+        self.actor: Any = AgentEndpoint(
+            config=AgentEndpoint.Config(), program=AgentProgram(), renderer=RENDERER
+        )
+        self.host: Any = Host(self.actor._generator if asks else None)
+        self.actor._host = self.host
+        for name in ("play", "end_plays", "take_calls", "answer_calls"):
+            endpoint: Any = getattr(AgentEndpoint, name)
+            method = inspect.unwrap(endpoint._method)
+            setattr(self, f"_{name}", method.__get__(self.actor))
+
+
+class Generator:
+    """Generator whose calls end with an error, if there is one."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    async def generate(self, prompts: Any, **options: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        return []
+
+
+def play(client: AgentClient, generator: Any = None) -> asyncio.Task[Any]:
+    return asyncio.create_task(
+        client.play(
+            PROBLEM, settings=SETTINGS, time_limit_s=60.0, generator=generator or Generator()
+        )
+    )
+
+
+def test_cancelled_play_ends_its_agent():
+    async def scenario():
+        actor = AgentActor()
+        client = AgentClient(actor.group(), max_running=4)
+        async with client.answer_calls():
+            playing = play(client)
+            await actor.host.begun.wait()
+            playing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+            await asyncio.sleep(0.1)
+            assert actor.host.num_ended == 1
+            assert not actor.actor._plays
+
+    run_in_virtual_time(scenario())
+
+
+def test_request_of_an_episode_that_has_ended_is_told_so():
+    async def scenario():
+        actor = AgentActor()
+        async with AgentClient(actor.group(), max_running=4).answer_calls():
+            async with asyncio.timeout(1):
+                assert await ask(actor.actor._generator, "sk-gone") == "the episode has ended"
+
+    run_in_virtual_time(scenario())
