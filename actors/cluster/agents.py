@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+from monarch.actor import Endpoint
+
 from actors.agents import AgentEndpoint
-from actors.cluster.group import ActorGroup
-from actors.launch.calls import ActorLostError
-from rl.agents.endpoint.queue import GATHER_S, GenerateAnswer, GenerateCall
+from actors.cluster.group import ActorGroup, TimeoutName
+from actors.launch.calls import ActorLostError, ActorTimeoutError, get_first_line
+from rl.agents.endpoint.queue import GATHER_S, GenerateAnswer, GenerateCall, TakenCalls
 from rl.agents.rollouts import AgentPlayer, PlayedTask
 from rl.agents.settings import EpisodeSettings
-from rl.agents.types import PlayedEpisode
+from rl.agents.types import PlayedEpisode, make_failed_play
 from rl.protocols import TokenGenerator
 from rl.rollouts.renderer import Renderer
 from rl.tasks.task import Task
@@ -29,12 +31,14 @@ WAIT_S = 10.0
 """Longest wait of a call that takes the endpoint's calls; then the next one follows."""
 END_S = 60.0
 """Time beyond an agent's limit for its end, in which all that it started is ended."""
+MAX_LOSSES = 2
+"""Losses of the actor during one play after which its rollout has failed."""
 
 
 class AgentClient:
     """Plays agents in the agents' actor, and answers what they ask.
 
-    Agents that run when the actor is lost are played again by the new one.
+    Agents that run when the actor is lost are played again by the new one, once.
     """
 
     def __init__(self, group: ActorGroup, *, max_running: int) -> None:
@@ -70,32 +74,61 @@ class AgentClient:
     async def _play(
         self, problem: Problem, settings: EpisodeSettings, time_limit_s: float
     ) -> PlayedEpisode:
-        while True:
+        for _ in range(MAX_LOSSES):
+            # Raises the loss if nothing is restarted.
             await self._group.wait_until_up()
-            playing = asyncio.ensure_future(
-                self._group.call(
-                    AgentEndpoint.play,
-                    problem,
-                    settings,
-                    time_limit_s,
-                    timeout="generate_s",
-                    extra_s=time_limit_s + END_S,
-                )
-            )
             try:
-                either: list[asyncio.Future[Any]] = [playing, self._failed]
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if self._failed.done():
-                    self._failed.result()
-                (played,) = await playing
-            except ActorLostError:
-                continue  # `wait_until_up` raises the loss if nothing is restarted.
-            finally:
-                if not playing.done():
-                    playing.cancel()
-                    self._end_soon(settings.key)
-            result: PlayedEpisode = played
-            return result
+                return await self._play_once(problem, settings, time_limit_s)
+            except ActorLostError as error:
+                reason = get_first_line(error)
+        await self._group.wait_until_up()
+        # Once more could go on for ever: this agent may be what ends the actor, by its memory.
+        return make_failed_play(
+            f"the agents' actor was lost {MAX_LOSSES} times while this agent ran: {reason}"
+        )
+
+    async def _play_once(
+        self, problem: Problem, settings: EpisodeSettings, time_limit_s: float
+    ) -> PlayedEpisode:
+        """Play in the actor that is up now; raise ActorLostError if it is lost meanwhile."""
+        call = self._call(
+            AgentEndpoint.play,
+            problem,
+            settings,
+            time_limit_s,
+            timeout="generate_s",
+            extra_s=time_limit_s + END_S,
+        )
+        playing = asyncio.create_task(call)
+        try:
+            either: list[asyncio.Future[Any]] = [playing, self._failed]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+            played: PlayedEpisode = await playing
+            return played
+        finally:
+            if not playing.done():
+                playing.cancel()
+                self._end_soon(settings.key)
+
+    def _call(
+        self, endpoint: Endpoint[..., Any], *args: Any, timeout: TimeoutName, extra_s: float = 0.0
+    ) -> Coroutine[Any, Any, Any]:
+        """Send a call at once; return its answer, or raise ActorLostError."""
+        mesh = self._group.mesh
+        answers = self._group.call(endpoint, *args, timeout=timeout, extra_s=extra_s)
+        return self._receive(answers, mesh=mesh)
+
+    async def _receive(self, answers: Awaitable[list[Any]], *, mesh: Any) -> Any:
+        try:
+            (answer,) = await answers
+        except ActorTimeoutError as error:
+            # An endpoint that hangs is restarted: all agents would wait for it.
+            lost = ActorLostError(str(error), role=self._group.name)
+            self._group.lose(lost, mesh=mesh)
+            raise lost from error
+        return answer
 
     def _end_soon(self, key: str) -> None:
         """End an agent, which would go on otherwise: the actor does not see that a caller left.
@@ -141,7 +174,7 @@ class AgentClient:
         while True:
             await self._group.wait_until_up()
             try:
-                (taken,) = await self._group.call(
+                taken: TakenCalls = await self._call(
                     AgentEndpoint.take_calls, WAIT_S, timeout="close_s", extra_s=WAIT_S
                 )
             except ActorLostError:
@@ -188,7 +221,7 @@ class AgentClient:
             answers, self._answers = self._answers, []
             self._has_answers.clear()
             try:
-                await self._group.call(AgentEndpoint.answer_calls, answers, timeout="close_s")
+                await self._call(AgentEndpoint.answer_calls, answers, timeout="close_s")
             except ActorLostError:
                 continue  # Nobody waits for them any more.
 

@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 
 from actors.agents import AgentEndpoint
+from actors.cluster import agents
 from actors.cluster.agents import AgentClient, open_player
+from actors.cluster.group import ActorGroup
+from actors.cluster.recovery import Supervisor
+from actors.config import RecoveryConfig
 from rl.agents.endpoint.queue import QueuedGenerator
 from rl.agents.program import AgentProgram
 from rl.types import Problem
 from rl.utils.errors import RunError
 from tests.support.agent_endpoint import make_settings
 from tests.support.mortal import Mortal
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import now_s, run_in_virtual_time
 
 RENDERER: Any = "renderer"
 
@@ -84,16 +88,18 @@ async def ask(generator: QueuedGenerator, key: str) -> Any:
         return str(error)
 
 
+def make_actor() -> Any:
+    config = AgentEndpoint.Config()
+    return AgentEndpoint(config=config, program=AgentProgram(), renderer=RENDERER)
+
+
 class AgentActor(Mortal):
     """The agents' actor, in this process."""
 
     def __init__(self, *, asks: bool = False) -> None:
         super().__init__("agents")
-        self.actor: Any = AgentEndpoint(
-            config=AgentEndpoint.Config(), program=AgentProgram(), renderer=RENDERER
-        )
-        self.host: Any = Host(self.actor._generator if asks else None)
-        self.actor._host = self.host
+        self.actor = make_actor()
+        self.host = self.actor._host = Host(self.actor._generator if asks else None)
         for name in ("play", "end_plays", "take_calls", "answer_calls"):
             endpoint: Any = getattr(AgentEndpoint, name)
             method = inspect.unwrap(endpoint._method)
@@ -143,5 +149,61 @@ def test_request_of_an_episode_that_has_ended_is_told_so():
         async with AgentClient(actor.group(), max_running=4).answer_calls():
             async with asyncio.timeout(1):
                 assert await ask(actor.actor._generator, "sk-gone") == "the episode has ended"
+
+    run_in_virtual_time(scenario())
+
+
+class Restarts:
+    """Starts of the agents' actor after losses, which take a second each."""
+
+    def __init__(self) -> None:
+        self.actors = [AgentActor()]
+        supervisor = Supervisor(RecoveryConfig(pause_s=0.0), now_s=now_s)
+        self.group = self.actors[0].group(start=self.start, supervisor=supervisor)
+
+    async def start(self) -> ActorGroup:
+        await asyncio.sleep(1)
+        self.actors.append(AgentActor())
+        return self.actors[-1].group()
+
+
+def test_play_fails_after_the_second_loss_of_the_actor():
+    async def scenario():
+        restarts = Restarts()
+        client = AgentClient(restarts.group, max_running=4)
+        playing = play(client)
+        for number in range(2):
+            while len(restarts.actors) <= number:
+                await asyncio.sleep(0.1)
+            await restarts.actors[number].host.begun.wait()
+            restarts.actors[number].die()
+        played = await playing
+        assert played.end == "failed"
+        assert played.failure.startswith(
+            "the agents' actor was lost 2 times while this agent ran: agents.play failed: rank 0"
+        )
+        # The actor is there again for other agents.
+        assert len(restarts.actors) == 3
+        await client._group.wait_until_up()
+
+    run_in_virtual_time(scenario())
+
+
+def test_endpoint_that_does_not_answer_is_restarted():
+    async def scenario():
+        restarts = Restarts()
+        client = AgentClient(restarts.group, max_running=4)
+        first = restarts.actors[0]
+        first._take_calls = lambda wait_s: asyncio.sleep(10**6)  # type: ignore[attr-defined]
+        async with client.answer_calls():
+            playing = play(client)
+            # The limit of the call (timeouts.close_s) beside its own wait, and the restart.
+            await asyncio.sleep(agents.WAIT_S + 20 + 2)
+            assert len(restarts.actors) == 2
+            # The restart has killed the process.
+            first.die()
+            await restarts.actors[1].host.begun.wait()
+            assert not playing.done()
+            playing.cancel()
 
     run_in_virtual_time(scenario())
