@@ -14,7 +14,7 @@ from monarch.actor import Endpoint
 
 from actors.agents import AgentEndpoint
 from actors.cluster.group import ActorGroup, TimeoutName
-from actors.launch.calls import ActorLostError, ActorTimeoutError, get_first_line
+from actors.launch.calls import ActorCallError, ActorLostError, ActorTimeoutError, get_first_line
 from rl.agents.endpoint.queue import GATHER_S, GenerateAnswer, GenerateCall, TakenCalls
 from rl.agents.rollouts import AgentPlayer, PlayedTask
 from rl.agents.settings import EpisodeSettings
@@ -51,7 +51,7 @@ class AgentClient:
         self._answers: list[GenerateAnswer] = []
         self._has_answers = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Error after which no calls are taken any more."""
+        """Error that ends the run: of the endpoint, or of the generators."""
         self._to_end: list[str] = []
         """Keys of episodes whose agents nobody waits for any more."""
         self._ending: asyncio.Task[None] | None = None
@@ -80,6 +80,8 @@ class AgentClient:
             try:
                 return await self._play_once(problem, settings, time_limit_s)
             except ActorLostError as error:
+                if self._failed.done():  # A generator's loss, perhaps.
+                    raise
                 reason = get_first_line(error)
         await self._group.wait_until_up()
         # Once more could go on for ever: this agent may be what ends the actor, by its memory.
@@ -188,6 +190,7 @@ class AgentClient:
                     running.cancel()
             for call in taken.calls:
                 task = asyncio.create_task(self._answer(call))
+                task.add_done_callback(self._note_failure)
                 self._running[call.id] = task
 
     async def _answer(self, call: GenerateCall) -> None:
@@ -208,7 +211,9 @@ class AgentClient:
             completions = await generator.generate(
                 call.prompts, sampling=call.sampling, session=call.session
             )
-        except Exception as error:  # noqa: BLE001  (told to the agent, and logged there)
+        except Exception as error:
+            if _ends_run(error):
+                raise
             logger.warning("an agent's request failed: %r", error)
             return GenerateAnswer(id=call.id, completions=None, error=str(error))
         return GenerateAnswer(id=call.id, completions=completions)
@@ -224,6 +229,16 @@ class AgentClient:
                 await self._call(AgentEndpoint.answer_calls, answers, timeout="close_s")
             except ActorLostError:
                 continue  # Nobody waits for them any more.
+
+
+def _ends_run(error: Exception) -> bool:
+    """Return whether an error of a generator ends the run, as it does with other rollouts.
+
+    An endpoint that raises may do so because of one agent's request.
+    """
+    if isinstance(error, ActorCallError):
+        return isinstance(error, ActorLostError)
+    return isinstance(error, RunError)
 
 
 @asynccontextmanager

@@ -11,8 +11,9 @@ from actors.agents import AgentEndpoint
 from actors.cluster import agents
 from actors.cluster.agents import AgentClient, open_player
 from actors.cluster.group import ActorGroup
-from actors.cluster.recovery import Supervisor
+from actors.cluster.recovery import RestartsUsedUpError, Supervisor
 from actors.config import RecoveryConfig
+from actors.launch.calls import ActorCallError, ActorLostError, ActorTimeoutError
 from rl.agents.endpoint.queue import QueuedGenerator
 from rl.agents.program import AgentProgram
 from rl.types import Problem
@@ -203,6 +204,39 @@ def test_endpoint_that_does_not_answer_is_restarted():
             # The restart has killed the process.
             first.die()
             await restarts.actors[1].host.begun.wait()
+            assert not playing.done()
+            playing.cancel()
+
+    run_in_virtual_time(scenario())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RestartsUsedUpError("generator_0 is lost again, after 3 restarts"),
+        ActorLostError("rank 0 of 1 is dead", role="generator_0"),
+        ActorTimeoutError("generator_0.generate gave no answer within 1800 s"),
+    ],
+)
+def test_loss_of_all_generators_ends_the_run(error):
+    async def scenario():
+        client = AgentClient(AgentActor(asks=True).group(), max_running=4)
+        async with client.answer_calls():
+            with pytest.raises(type(error), match=str(error)):
+                await play(client, Generator(error))
+
+    run_in_virtual_time(scenario())
+
+
+def test_error_of_one_request_is_told_to_its_agent():
+    async def scenario():
+        actor = AgentActor(asks=True)
+        client = AgentClient(actor.group(), max_running=4)
+        async with client.answer_calls():
+            playing = play(client, Generator(ActorCallError("generate failed: ValueError")))
+            while not actor.host.replies:
+                await asyncio.sleep(0.01)
+            assert actor.host.replies == ["generate failed: ValueError"]
             assert not playing.done()
             playing.cancel()
 
