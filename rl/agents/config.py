@@ -43,7 +43,9 @@ class EndpointConfig(Configurable.Config):
     """Longest time to import the agent's function."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "max_running", "max_body_mib", at_least=1)
+        check_bounds(self, "max_running", at_least=1)
+        # One key may hold half of the bytes of all requests (`rl.http.guard`).
+        check_bounds(self, "max_body_mib", at_least=1, at_most=512)
         roles = get_args(BranchRole)
         if not self.trained_roles or not set(self.trained_roles) <= {*roles}:
             raise ValueError(

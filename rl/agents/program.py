@@ -43,7 +43,10 @@ class AgentProgram:
     """An exit status other than 0 is no failure of the rollout: the reward reads it."""
 
     def make_spec(self, problem: Problem, *, url: str, key: str, time_limit_s: float) -> AgentSpec:
-        """Return the agent of one episode, which has the endpoint's URL in its environment."""
+        """Return the agent of one episode, which has the endpoint's URL in its environment.
+
+        Raises ValueError for a problem that no agent could be given.
+        """
         info = {name: problem.info[name] for name in self.shown_info if name in problem.info}
         problem = replace(problem, info=info)
         if not self.shows_answer:
@@ -51,11 +54,15 @@ class AgentProgram:
         described: dict[str, Any] = {"id": problem.id, "question": problem.question}
         described |= {"answer": problem.answer} if self.shows_answer else {}
         described |= {"info": problem.info}
+        try:
+            described_json = json.dumps(described, ensure_ascii=False, default=str)
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"info cannot be written as JSON: {error}") from error
         return AgentSpec(
             command=self._fill_in(problem) if self.command else None,
             env=make_agent_environment(url=url, key=key) | dict(self.env),
             argument=problem,
-            files={PROBLEM_FILE: json.dumps(described, ensure_ascii=False, default=str)},
+            files={PROBLEM_FILE: described_json},
             collect=self.collect,
             time_limit_s=time_limit_s,
             max_output_bytes=self.max_output_bytes,
@@ -64,6 +71,8 @@ class AgentProgram:
         )
 
     def _fill_in(self, problem: Problem) -> tuple[str, ...]:
+        if "\0" in problem.question and any("{question}" in part for part in self.command):
+            raise ValueError("the question has a NUL character, which no argument can have")
         # Not `format`: arguments may contain other braces.
         filled = []
         for part in self.command:

@@ -7,12 +7,13 @@ problems of another task -> an agent for each episode -> its requests become the
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rl.agents.players.plays import MIB
+from rl.agents.players.plays import MIB, AgentSpec
 from rl.agents.program import AgentProgram
 from rl.agents.rollouts import ChooseBranches
 from rl.config.configurable import Configurable
@@ -84,13 +85,17 @@ class AgentTask(Configurable):
         """Leave HOME to the agent, for tools and settings that are installed there."""
 
         def __post_init__(self) -> None:
-            check_bounds(self, "max_output_mib", above=0)
-            check_bounds(self, "max_folder_mib", at_least=1)
+            check_bounds(self, "max_output_mib", at_least=0.001, below=math.inf)
+            # More bytes than that are no limit that the kernel takes.
+            check_bounds(self, "max_folder_mib", at_least=1, at_most=2**40)
+            check_bounds(self, "solved_at", above=-math.inf, below=math.inf)
             if bool(self.command) == bool(self.function):
                 raise ValueError(
                     f"command={self.command}, function={self.function!r}: give one of them, the "
                     "agent that an episode starts"
                 )
+            # Refuses what no play could have.
+            AgentSpec(command=self.command or None, env=self.env, collect=self.collect)
             made = getattr(self.problems, "owner", type(self.problems))
             if not has_members(made, Task):
                 raise ValueError(

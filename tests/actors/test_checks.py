@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import socket
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from actors.preflight.checks import (
     find_config_faults,
     find_machine_faults,
 )
+from configs.agents import calculator_agent
 from configs.sum_digits import qwen3_8b, qwen3_32b, tiny, tiny_moe
 from rl.config.tree import rebuild
 from rl.models.lora import LoRA
@@ -189,3 +191,26 @@ def test_a_model_larger_than_memory_is_refused_with_both_sizes(caplog):
     # A compiled model may need less.
     config.trainer.compile.enable = True
     assert memory_faults(config, memory_bytes=least - 1) == []
+
+
+def test_address_where_agents_could_not_reach_the_endpoint_is_refused():
+    config = calculator_agent()
+    machine = Machine(num_gpus=0, gpu_bytes=None, num_cores=8, memory_bytes=64 << 30)
+
+    def find_agent_faults(listen, *, isolate_network=None):
+        assert config.agents is not None
+        assert config.model is not None
+        config.agents.listen, config.launch.isolate_network = listen, isolate_network
+        return list(find_machine_faults(config, spec=config.model, machine=machine))
+
+    # An address for documentation, which no machine has.
+    assert find_agent_faults("192.0.2.1:0") == [
+        "agents.listen='192.0.2.1:0': cannot listen there: Cannot assign requested address; give "
+        "an address of this machine and a free port"
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        (fault,) = find_agent_faults(listen, isolate_network=False)
+        assert "Address already in use" in fault
+        # Free in a network of their own.
+        assert find_agent_faults(listen) == []

@@ -1,10 +1,12 @@
-"""Settings of the endpoint."""
+"""Settings of the endpoint and of the task."""
 
 from __future__ import annotations
 
 import pytest
 
 from rl.agents.config import EndpointConfig
+from rl.agents.task import AgentTask
+from rl.tasks.sum_digits import SumDigits
 
 
 @pytest.mark.parametrize(
@@ -31,9 +33,39 @@ def test_roles_that_cannot_be_trained_are_refused(roles):
         EndpointConfig(trained_roles=roles)
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"max_running": 0}, "max_running=0: must be at least 1"),
+        ({"max_body_mib": 513}, "max_body_mib=513: must be at least 1 and at most 512"),
+    ],
+)
+def test_limit_that_could_not_work_is_refused(settings, says):
+    with pytest.raises(ValueError, match=says):
+        EndpointConfig(**settings)
+
+
 def test_address_of_all_devices_needs_a_url():
     with pytest.raises(ValueError, match="set url"):
         EndpointConfig(listen="0.0.0.0:8100")
     assert EndpointConfig(listen="0.0.0.0:8100", url="http://head:8100").port == 8100
     with pytest.raises(ValueError, match="must begin with http"):
         EndpointConfig(url="head:8100")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"command": ("a", "b\0")}, r"command=\('a', 'b\\x00'\) must be a tuple of texts without"),
+        ({"env": {"A=B": "c"}}, "env={'A=B': 'c'}: name and value must be texts without NUL"),
+        ({"env": {"A": "b\0"}}, "env={'A': 'b.x00'}: name and value must be texts without NUL"),
+        ({"collect": ("../a",)}, "collect: '../a' must be a relative path in the working folder"),
+        ({"max_output_mib": 1e-9}, "max_output_mib=1e-09: must be at least 0.001"),
+        ({"max_output_mib": float("inf")}, "max_output_mib=inf: must be .* below inf"),
+        ({"max_folder_mib": 2**44}, "max_folder_mib=.*: must be at least 1 and at most"),
+        ({"solved_at": float("nan")}, "solved_at=nan: must be"),
+    ],
+)
+def test_task_that_no_agent_could_play_is_refused(settings, says):
+    with pytest.raises(ValueError, match=says):
+        AgentTask.Config(problems=SumDigits.Config(), **({"command": ("true",)} | settings))

@@ -197,6 +197,30 @@ def test_function_of_a_notebook_becomes_rollouts():
         assert (rollout.state["value"], rollout.state["posted"]) == ("2", {"reward": 0.5})
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"question": "1\0"}, "the question has a NUL character, which no argument can have"),
+        ({"info": {"shown": {(1, 2): 3}}}, "info cannot be written as JSON: keys must be str"),
+    ],
+)
+def test_problem_that_no_agent_can_be_given_is_a_failed_rollout(changes, reason):
+    program = AgentProgram(command=("echo", "{question}"), shown_info=("shown",))
+    opening = open_local_player(
+        EndpointConfig(), program=program, renderer=make_qwen_renderer(), agents=LoopAgents(ask)
+    )
+
+    async def scenario():
+        async with opening as player:
+            episodes = make_episodes(player, ScriptedGenerator(reply=lambda text: "2"))
+            return await episodes.run([replace(PROBLEM, **changes)], sampling=SAMPLING)
+
+    (group,) = run(scenario())
+    for rollout in group:
+        assert rollout.end == "failed"
+        assert rollout.failure.startswith(f"the agent cannot be given the problem: {reason}")
+
+
 def test_as_many_agents_run_at_once_as_configured():
     running, most = 0, 0
 

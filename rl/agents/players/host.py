@@ -18,7 +18,7 @@ from rl.agents.players.plays import AgentResult, AgentSpec
 from rl.agents.players.process import AgentProcess, AgentProcessLostError
 from rl.agents.program import AgentProgram
 from rl.agents.settings import EpisodeSettings
-from rl.agents.types import PlayedEpisode
+from rl.agents.types import PlayedEpisode, make_failed_play
 from rl.http.server import format_url, listen, make_server
 from rl.protocols import TokenGenerator
 from rl.rollouts.renderer import Renderer
@@ -65,14 +65,16 @@ class AgentHost:
         self, problem: Problem, *, settings: EpisodeSettings, time_limit_s: float
     ) -> PlayedEpisode:
         """Play one episode; an agent that fails gives an episode with its failure."""
-        episode = self.endpoint.open(settings)
+        key = settings.key
         try:
             spec = self.program.make_spec(
-                problem,
-                url=f"{self.url}/episodes/{episode.settings.key}",
-                key=episode.settings.key,
-                time_limit_s=time_limit_s,
+                problem, url=f"{self.url}/episodes/{key}", key=key, time_limit_s=time_limit_s
             )
+        except ValueError as error:
+            # Of this problem: the settings are checked before a run starts.
+            return make_failed_play(f"the agent cannot be given the problem: {error}")
+        episode = self.endpoint.open(settings)
+        try:
             result = await self._play(spec)
         finally:
             self.endpoint.end(episode)
