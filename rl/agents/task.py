@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rl.agents.players.loading import load_agent_function
 from rl.agents.players.plays import MIB, AgentSpec
 from rl.agents.program import AgentProgram
 from rl.agents.rollouts import ChooseBranches
@@ -110,7 +111,7 @@ class AgentTask(Configurable):
         if config.choose_branches:
             self.choose_branches = load_function(config.choose_branches)
         if config.function:
-            load_function(config.function)
+            load_agent_function(config.function)
         elif "{" not in config.command[0] and shutil.which(config.command[0]) is None:
             raise ValueError(f"command={config.command}: there is no program {config.command[0]!r}")
 

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from rl.agents.endpoint.episodes import Endpoint
+from rl.agents.players.loading import EARLY_CLIENT, WITHOUT_KEY, load_agent_function
 from rl.agents.settings import ClientRules
 from tests.support.agent_endpoint import serve
 from tools.agents_contract.scripted import reply_to
@@ -413,3 +414,16 @@ async def _until(condition):
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def test_client_that_is_made_when_a_module_is_imported_is_explained(tmp_path, monkeypatch):
+    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "agent.py"
+    file.write_text("import openai\nclient = openai.OpenAI()\ndef solve(problem): pass\n")
+    with pytest.raises(ValueError, match=f"^{EARLY_CLIENT}; .*Missing credentials"):
+        load_agent_function(f"{file}:solve")
+    # The other client notices it at its first request only.
+    client = anthropic.Anthropic(http_client=anthropic.DefaultHttpxClient(**NO_SSL))
+    with pytest.raises(TypeError, match=WITHOUT_KEY):
+        client.messages.create(**LIMIT, messages=ASKED)

@@ -14,6 +14,7 @@ from rl.agents.config import EndpointConfig
 from rl.agents.players import in_loop, in_thread
 from rl.agents.players.in_loop import AgentFailedError, LoopAgents
 from rl.agents.players.in_thread import open_thread_player
+from rl.agents.players.loading import EARLY_CLIENT, WITHOUT_KEY
 from rl.agents.players.local import open_local_player
 from rl.agents.players.plays import AgentSpec
 from rl.agents.program import AgentProgram
@@ -219,6 +220,26 @@ def test_problem_that_no_agent_can_be_given_is_a_failed_rollout(changes, reason)
     for rollout in group:
         assert rollout.end == "failed"
         assert rollout.failure.startswith(f"the agent cannot be given the problem: {reason}")
+
+
+def test_client_without_a_key_is_explained():
+    async def solve(problem, *, url, key):
+        raise TypeError(f"{WITHOUT_KEY}. Expected one of api_key, auth_token")
+
+    opening = open_local_player(
+        EndpointConfig(),
+        program=AgentProgram(function="agent.py:solve"),
+        renderer=make_qwen_renderer(),
+        agents=LoopAgents(solve),
+    )
+
+    async def scenario():
+        async with opening as player:
+            episodes = make_episodes(player, ScriptedGenerator(reply=lambda text: "2"))
+            return await episodes.run([PROBLEM], sampling=replace(SAMPLING, num_samples=1))
+
+    ((rollout,),) = run(scenario())
+    assert rollout.failure.startswith(f"the agent failed: exit status 1: {EARLY_CLIENT}; its last")
 
 
 def test_as_many_agents_run_at_once_as_configured():

@@ -30,6 +30,9 @@ SECRETS = {
     "TEST_DATABASE": "postgres://me:secret@db/x",
     "TEST_KEPT_TOKEN": "kept",
     "TEST_PLAIN": "plain",
+    # No secrets, but of another model than an episode's.
+    "OPENAI_BASE_URL": "http://other",
+    "OPENAI_API_KEY": "1",
 }
 
 
@@ -523,7 +526,7 @@ def test_bad_value_of_a_spec_is_refused(settings, says):
 
 
 def test_secrets_of_the_owner_are_left_out(played):
-    names = [*SECRETS, "OPENAI_API_KEY"]
+    names = [*SECRETS]
     result = played.play("env", env={"OPENAI_API_KEY": "of the endpoint"})
     there = dict(line.split("=", 1) for line in result.output.splitlines() if "=" in line)
     assert {name: there[name] for name in names if name in there} == {
@@ -533,6 +536,7 @@ def test_secrets_of_the_owner_are_left_out(played):
     }
     assert played.call("show_variable", "TEST_API_KEY").value[0] is None
     assert played.call("show_variable", "TEST_PLAIN").value[0] == "plain"
+    assert played.call("show_variable", "OPENAI_API_KEY").value[0] is None
 
 
 # Ends

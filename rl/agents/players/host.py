@@ -14,6 +14,7 @@ from rl.agents.config import EndpointConfig
 from rl.agents.endpoint.app import make_app
 from rl.agents.endpoint.episode import AgentEpisode
 from rl.agents.endpoint.episodes import Endpoint
+from rl.agents.players.loading import EARLY_CLIENT, WITHOUT_KEY
 from rl.agents.players.plays import AgentResult, AgentSpec
 from rl.agents.players.process import AgentProcess, AgentProcessLostError
 from rl.agents.program import AgentProgram
@@ -137,6 +138,8 @@ class AgentHost:
             reason = "the agent left processes behind, which were ended"
         if reason is None and not has_turns:
             reason = "the agent has asked the model nothing"
+        if not has_turns and self.program.function and WITHOUT_KEY in result.output:
+            reason = f"{reason}: {EARLY_CLIENT}"
         if reason is None:
             return None
         last = truncate(

@@ -13,6 +13,15 @@ from rl.utils.processes import signal_name
 PlayEnd = Literal["ok", "error", "time limit", "output limit", "folder limit", "ended"]
 """Reason why a play ended: the agent's own end, with exit status 0 or another, one of its limits,
 or the owner, who asked for it."""
+EPISODE_VARIABLES = (
+    "OPENAI_BASE_URL",
+    "OPENAI_API_BASE",
+    "OPENAI_API_KEY",
+    "ANTHROPIC_BASE_URL",
+    "ANTHROPIC_API_KEY",
+    "RELAY_EPISODE_URL",
+)
+"""Variables by which clients find the model, with values of each episode."""
 MIB = 1 << 20
 NOT_FOUND, NOT_STARTED = 127, 126
 """Exit statuses of a command that does not exist or cannot be started, as of a shell."""

@@ -34,11 +34,12 @@ from typing import Any, NoReturn
 
 from rl.agents.players.folder import remove_folder
 from rl.agents.players.guard import LOST, frame, guard_play
+from rl.agents.players.loading import load_agent_function
+from rl.agents.players.plays import EPISODE_VARIABLES
 from rl.utils.compat import exit_at_once
 from rl.utils.descendants import adopt_orphans, end_children, list_children, run_guarded
 from rl.utils.printing import describe_value, truncate
 from rl.utils.secrets import find_secrets
-from rl.utils.user_code import load_function
 
 PLAY, KILL = b"play", b"kill"
 MAX_REQUEST_BYTES = 64
@@ -71,6 +72,9 @@ def _serve(
     # Before the import, as whatever it starts has this environment.
     for name in find_secrets(os.environ, keep=keep_env):
         del os.environ[name]
+    # A client that the import makes would have another model than the episode's.
+    for name in EPISODE_VARIABLES:
+        os.environ.pop(name, None)
     # Agents may start processes, as any program may: a daemon may not, and a spawned process would
     # spawn its children.
     multiprocessing.current_process().daemon = False
@@ -99,7 +103,7 @@ def _report(link: socket.socket, report: ZygoteReport) -> None:
 def _load(place: str) -> Callable[[Any], Any]:
     # Otherwise each agent would import the class of the problem that it is given.
     importlib.import_module("rl.types")
-    return load_function(place)
+    return load_agent_function(place)
 
 
 class _Zygote:
