@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import get_args
 
@@ -61,8 +62,11 @@ class EndpointConfig(Configurable.Config):
                 f"listen={self.listen!r} is no address that agents could ask: set url to the one "
                 "by which they reach this machine, such as http://head-node:8100"
             )
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url={self.url!r}: must begin with http:// or https://")
+        if self.url is not None and not re.match(r"https?://[^/?#@\s]+(/[^?#\s]*)?$", self.url):
+            raise ValueError(
+                f"url={self.url!r}: must begin with http:// or https:// and a host, such as "
+                "http://head-node:8100"
+            )
         check_bounds(self, "import_timeout_s", above=0)
 
     @property

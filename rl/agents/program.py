@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from rl.agents.players.plays import MIB, AgentSpec
 from rl.types import Problem
-from rl.utils.proxies import make_loopback_exemption
+from rl.utils.proxies import EXEMPTING, make_loopback_exemption
 
 PROBLEM_FILE = "problem.json"
 """File in the working folder with the problem: `id`, `question` and `info`."""
@@ -95,5 +97,9 @@ def make_agent_environment(*, url: str, key: str) -> dict[str, str]:
         "ANTHROPIC_API_KEY": key,
         "RELAY_EPISODE_URL": url,
     }
-    # The endpoint is on this machine, whatever proxy the environment names.
-    return variables | make_loopback_exemption({"http_proxy": "any"})
+    # Reached directly, whatever proxy the environment names: it is on this machine, or `agents.url`
+    # names it. Hosts that the user exempts stay exempted.
+    exempt = {name: os.environ[name] for name in EXEMPTING if name in os.environ}
+    return variables | make_loopback_exemption(
+        {"http_proxy": "any"} | exempt, others=[urlsplit(url).hostname or "localhost"]
+    )

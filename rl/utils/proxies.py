@@ -11,7 +11,7 @@ import ipaddress
 import os
 import socket
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from urllib.parse import urlsplit
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -46,8 +46,11 @@ def leads_here(url: str) -> bool:
     return host in (ANY_ADDRESS, socket.gethostname().lower()) or is_loopback(host)
 
 
-def make_loopback_exemption(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which an environment's proxies are not used for this machine.
+def make_loopback_exemption(
+    environment: Mapping[str, str], *, others: Collection[str] = ()
+) -> dict[str, str]:
+    """Return the variables with which an environment's proxies are not used for this machine, and
+    for `others`, which are hosts too.
 
     None are needed without a proxy.
 
@@ -60,19 +63,19 @@ def make_loopback_exemption(environment: Mapping[str, str]) -> dict[str, str]:
     lower, upper = (environment.get(name, "") for name in EXEMPTING)
     # A variable that is not set gets the hosts of the other: libraries read only one of them.
     texts = {"no_proxy": lower or upper, "NO_PROXY": upper or lower}
-    return {name: _add_this_machine(text) for name, text in texts.items()}
+    return {name: _add_hosts(text, (*HERE, *others)) for name, text in texts.items()}
 
 
 def _is_proxy(name: str, value: str) -> bool:
     return bool(value) and name.lower().endswith("_proxy") and name not in EXEMPTING
 
 
-def _add_this_machine(text: str) -> str:
-    """Return a list of hosts, separated by commas, that has this machine too."""
+def _add_hosts(text: str, more: Iterable[str]) -> str:
+    """Return a list of hosts, separated by commas, that has more of them too."""
     hosts = [host.strip() for host in text.split(",") if host.strip()]
     # A star exempts every host.
     if "*" not in hosts:
-        hosts += [host for host in HERE if host not in hosts]
+        hosts += [host for host in dict.fromkeys(more) if host not in hosts]
     return ",".join(hosts)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rl.agents.config import EndpointConfig
+from rl.agents.players.plays import EPISODE_VARIABLES
+from rl.agents.program import make_agent_environment
 from rl.agents.task import AgentTask
 from rl.tasks.sum_digits import SumDigits
 
@@ -49,8 +51,19 @@ def test_address_of_all_devices_needs_a_url():
     with pytest.raises(ValueError, match="set url"):
         EndpointConfig(listen="0.0.0.0:8100")
     assert EndpointConfig(listen="0.0.0.0:8100", url="http://head:8100").port == 8100
-    with pytest.raises(ValueError, match="must begin with http"):
-        EndpointConfig(url="head:8100")
+    for url in ("head:8100", "http://", "http://a b/", "http://head:8100?a=b"):
+        with pytest.raises(ValueError, match="must begin with http"):
+            EndpointConfig(url=url)
+    assert EndpointConfig(url="https://head/relay/").url == "https://head/relay/"
+
+
+def test_requests_to_the_endpoint_take_no_proxy(monkeypatch):
+    monkeypatch.setenv("no_proxy", "intranet")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    variables = make_agent_environment(url="http://Head-Node:8100/episodes/k", key="k")
+    for name in ("no_proxy", "NO_PROXY"):
+        assert variables.pop(name) == "intranet,localhost,127.0.0.1,::1,0.0.0.0,head-node"
+    assert {*variables} == {*EPISODE_VARIABLES}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from dataclasses import replace
 
@@ -240,6 +241,29 @@ def test_client_without_a_key_is_explained():
 
     ((rollout,),) = run(scenario())
     assert rollout.failure.startswith(f"the agent failed: exit status 1: {EARLY_CLIENT}; its last")
+
+
+def test_endpoint_is_reached_by_the_name_that_its_url_has():
+    async def ask_by_name(problem, *, url, key):
+        here, by_name = url.replace("head-node", "127.0.0.1"), {"host": "head-node"}
+        async with httpx.AsyncClient(trust_env=False, headers={"x-api-key": key}) as http:
+            body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+            path = f"{here}/v1/chat/completions"
+            answers = [await http.post(path, json=body, headers=by_name)]
+            answers.append(await http.post(path, json=body, headers={"host": "other"}))
+        return [answer.status_code for answer in answers]
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def scenario():
+        url = f"http://head-node:{port}"
+        async with open_player(ask_by_name, listen=f"127.0.0.1:{port}", url=url) as player:
+            episodes = make_episodes(player, ScriptedGenerator(reply=lambda text: "2"))
+            return await episodes.run([PROBLEM], sampling=replace(SAMPLING, num_samples=1))
+
+    ((rollout,),) = run(scenario())
+    assert rollout.state["value"] == [200, 421]
 
 
 def test_as_many_agents_run_at_once_as_configured():

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from rl.agents.config import EndpointConfig
 from rl.agents.endpoint.app import make_app
@@ -174,7 +175,11 @@ async def open_host(
         stack.push_async_callback(agents.close)
         await agents.start()
         listener = stack.enter_context(listen(config.host, config.port))
-        hosts = LOOPBACK_NAMES if is_loopback(config.host) else None
+        hosts = None
+        if is_loopback(config.host):
+            # A tunnel or a gateway may lead here by another name.
+            named = [] if config.url is None else [urlsplit(config.url).hostname or ""]
+            hosts = [*LOOPBACK_NAMES, *named]
         app = make_app(endpoint, max_body_bytes=config.max_body_mib << 20, hosts=hosts)
         server = make_server(app)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
