@@ -278,6 +278,8 @@ class RoleStarter:
         keep = set(self.config.launch.keep_env)
         if at is self.placements.reward and self.rubric is not None:
             keep |= self.rubric.key_variables
+        if at is self.placements.agents and self.agents is not None:
+            keep |= {*self.agents.program.keep_env}
         timeouts = self.config.timeouts
 
         self._phases[at.role] = "its processes start"

@@ -39,6 +39,8 @@ class AgentProgram:
     max_output_bytes: int = 16 * MIB
     max_folder_bytes: int = 1024 * MIB
     keep_home: bool = False
+    keep_env: tuple[str, ...] = ()
+    """Variables that agents get although they look like secrets."""
     may_leave_processes: bool = False
     """Processes that the agent leaves at its end are no failure of the rollout; they are ended."""
     may_exit_with_error: bool = False

@@ -8,13 +8,14 @@ problems of another task -> an agent for each episode -> its requests become the
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl.agents.players.loading import load_agent_function
-from rl.agents.players.plays import MIB, AgentSpec
+from rl.agents.players.plays import EPISODE_VARIABLES, MIB, AgentSpec
 from rl.agents.program import AgentProgram
 from rl.agents.rollouts import ChooseBranches
 from rl.config.configurable import Configurable
@@ -83,7 +84,11 @@ class AgentTask(Configurable):
         """Accept agents that leave processes at their end, which are ended then. Otherwise their
         rollouts have failed: what was left could still have worked on the result."""
         keep_home: bool = False
-        """Leave HOME to the agent, for tools and settings that are installed there."""
+        """Leave HOME and the caches of its owner to the agent, for tools and settings that are
+        installed there."""
+        keep_env: tuple[str, ...] = ()
+        """Environment variables that agents get although they hold a secret by their name or value,
+        such as ("SERPER_API_KEY",). Agents, and what the model executes in them, can read these."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "max_output_mib", at_least=0.001, below=math.inf)
@@ -95,6 +100,12 @@ class AgentTask(Configurable):
                     f"command={self.command}, function={self.function!r}: give one of them, the "
                     "agent that an episode starts"
                 )
+            for name in self.keep_env:
+                if name in EPISODE_VARIABLES:
+                    raise ValueError(
+                        f"keep_env={self.keep_env}: {name} is set for each episode, by which "
+                        "agents find the model: give another variable"
+                    )
             # Refuses what no play could have.
             AgentSpec(command=self.command or None, env=self.env, collect=self.collect)
             made = getattr(self.problems, "owner", type(self.problems))
@@ -110,6 +121,11 @@ class AgentTask(Configurable):
         """See `rl.agents.rollouts.AgentEpisodes.choose`."""
         if config.choose_branches:
             self.choose_branches = load_function(config.choose_branches)
+        for name in config.keep_env:
+            if name not in os.environ:
+                raise ValueError(
+                    f"task.keep_env={config.keep_env}: the environment has no variable {name}"
+                )
         if config.function:
             load_agent_function(config.function)
         elif "{" not in config.command[0] and shutil.which(config.command[0]) is None:
@@ -131,6 +147,7 @@ class AgentTask(Configurable):
             max_folder_bytes=config.max_folder_mib * MIB,
             may_leave_processes=config.may_leave_processes,
             keep_home=config.keep_home,
+            keep_env=config.keep_env,
             may_exit_with_error=config.reward == "exit_status",
         )
 

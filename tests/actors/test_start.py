@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from actors.agents import AgentEndpoint
 from actors.cluster.recovery import RestartsUsedUpError, ignore_event
-from actors.cluster.starter import RoleStarter
+from actors.cluster.starter import AgentSetup, RoleStarter
 from actors.config import RecoveryConfig
 from actors.launch import launcher as launch
 from actors.launch import member
@@ -20,6 +21,7 @@ from actors.launch.calls import ActorLostError, ActorTimeoutError, deadline, end
 from actors.launch.cleanup import import_path
 from actors.launch.member import LogSettings
 from actors.launch.placement import Placement, place_actors
+from rl.agents.program import AgentProgram
 from rl.utils.processes import identify
 from rl.weights.store import WeightStore
 from tests.support import reward_functions
@@ -211,3 +213,29 @@ def test_process_that_is_killed_before_it_answers_is_named_with_its_signal_at_on
 
 def death(folder, moment):
     return {"PYTHONPATH": f"{folder}:{import_path()}", "RELAY_TEST_DEATH": moment}
+
+
+def test_processes_of_agents_get_the_secrets_that_their_task_keeps(tmp_path):
+    kept = {}
+
+    async def spawn(at, *, keep, **_options):
+        kept[at.role] = keep
+        raise asyncio.CancelledError
+
+    async def start():
+        starter = UnluckyStarter(tmp_path, num_losses={})
+        starter.config = replace(CONFIG, agents=AgentEndpoint.Config())
+        starter.placements = place_actors(starter.config, num_gpus=0)
+        renderer: Any = None
+        starter.agents = AgentSetup(program=AgentProgram(keep_env=("MY_KEY",)), renderer=renderer)
+        start: Any = starter.start_agents
+        launcher: Any = SimpleNamespace(spawn_role=spawn)
+        starter.launcher = launcher
+        at = starter.placements
+        assert at.agents is not None
+        for placement in (at.trainer, at.agents):
+            with pytest.raises(asyncio.CancelledError):
+                await RoleStarter._spawn(starter, placement, start, imports=())
+
+    asyncio.run(start())
+    assert kept == {"trainer": set(), "agents": {"MY_KEY"}}

@@ -76,9 +76,24 @@ def test_requests_to_the_endpoint_take_no_proxy(monkeypatch):
         ({"max_output_mib": 1e-9}, "max_output_mib=1e-09: must be at least 0.001"),
         ({"max_output_mib": float("inf")}, "max_output_mib=inf: must be .* below inf"),
         ({"max_folder_mib": 2**44}, "max_folder_mib=.*: must be at least 1 and at most"),
+        ({"keep_env": ("MY_KEY", "OPENAI_API_KEY")}, "OPENAI_API_KEY is set for each episode"),
         ({"solved_at": float("nan")}, "solved_at=nan: must be"),
     ],
 )
 def test_task_that_no_agent_could_play_is_refused(settings, says):
     with pytest.raises(ValueError, match=says):
         AgentTask.Config(problems=SumDigits.Config(), **({"command": ("true",)} | settings))
+
+
+def test_variables_to_keep_must_be_there(monkeypatch):
+    monkeypatch.setenv("TEST_KEPT_TOKEN", "kept")
+    monkeypatch.delenv("TEST_OTHER_TOKEN", raising=False)
+    config = AgentTask.Config(
+        problems=SumDigits.Config(), command=("true",), keep_env=("TEST_KEPT_TOKEN",)
+    )
+    assert config.build().program.keep_env == ("TEST_KEPT_TOKEN",)
+    config.keep_env = ("TEST_OTHER_TOKEN",)
+    with pytest.raises(
+        ValueError, match=r"keep_env=.*the environment has no variable TEST_OTHER_TOKEN"
+    ):
+        config.build()

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from rl.agents.config import EndpointConfig
-from rl.agents.players import in_loop, in_thread
+from rl.agents.players import host, in_loop, in_thread
 from rl.agents.players.in_loop import AgentFailedError, LoopAgents
 from rl.agents.players.in_thread import open_thread_player
 from rl.agents.players.loading import EARLY_CLIENT, WITHOUT_KEY
@@ -197,6 +197,26 @@ def test_function_of_a_notebook_becomes_rollouts():
     for rollout in group:
         assert (rollout.text, rollout.end, rollout.failure) == ("2", "done", None)
         assert (rollout.state["value"], rollout.state["posted"]) == ("2", {"reward": 0.5})
+
+
+def test_host_gives_its_process_the_variables_that_the_program_keeps(monkeypatch):
+    settings = {}
+
+    def make(function, **given):
+        settings.update(given)
+        return LoopAgents(ask)
+
+    monkeypatch.setattr(host, "AgentProcess", make)
+    program = AgentProgram(keep_env=("MY_KEY",))
+
+    async def scenario():
+        async with open_local_player(
+            EndpointConfig(), program=program, renderer=make_qwen_renderer()
+        ):
+            pass
+
+    run(scenario())
+    assert settings["keep_env"] == ("MY_KEY",)
 
 
 @pytest.mark.parametrize(

@@ -436,10 +436,12 @@ def test_function_has_the_folders_too(played):
     assert not Path(work).exists()
 
 
-def test_home_can_be_kept(played):
-    output = played.play("sh", "-c", "echo $HOME $TMPDIR", keep_home=True).output.split()
-    assert output[0] == os.environ["HOME"]
-    assert output[1] != os.environ.get("TMPDIR", "/tmp")
+def test_home_can_be_kept_with_its_caches(played):
+    code = "echo $HOME $TMPDIR; echo $XDG_CACHE_HOME"
+    home, temporary, *cache = played.play("sh", "-c", code, keep_home=True).output.split()
+    assert home == os.environ["HOME"]
+    assert temporary != os.environ.get("TMPDIR", "/tmp")
+    assert cache == [os.environ[name] for name in ("XDG_CACHE_HOME",) if name in os.environ]
     assert played.play("sh", "-c", "echo $HOME", env={"HOME": "/its/own"}).output == "/its/own\n"
 
 

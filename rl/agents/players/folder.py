@@ -52,12 +52,11 @@ class PlayFolder:
 
     def list_variables(self, *, keep_home: bool) -> dict[str, str]:
         """Return the variables that lead programs into the folder."""
-        variables = {
-            "PWD": self.work,
-            "TMPDIR": self._temporary,
-            "XDG_CACHE_HOME": os.path.join(self._home, ".cache"),
-        }
-        return variables if keep_home else {**variables, "HOME": self._home}
+        variables = {"PWD": self.work, "TMPDIR": self._temporary}
+        if not keep_home:
+            variables["HOME"] = self._home
+            variables["XDG_CACHE_HOME"] = os.path.join(self._home, ".cache")
+        return variables
 
     def exceeds(self, *, max_bytes: int, max_files: int) -> bool:
         """Return whether the folder holds more; the search ends there."""

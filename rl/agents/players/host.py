@@ -170,7 +170,9 @@ async def open_host(
     endpoint = Endpoint(generator=generator, renderer=renderer, rules=config.rules)
     if agents is None:
         function = program.function or None
-        agents = AgentProcess(function, import_timeout_s=config.import_timeout_s)
+        agents = AgentProcess(
+            function, import_timeout_s=config.import_timeout_s, keep_env=program.keep_env
+        )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(agents.close)
         await agents.start()

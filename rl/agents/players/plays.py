@@ -62,7 +62,7 @@ class AgentSpec:
     max_files: int = 50_000
     """Most files and folders in the folder of a play."""
     keep_home: bool = False
-    """Leave HOME to the agent, for tools and settings that are installed there."""
+    """Leave HOME and XDG_CACHE_HOME to the agent, for what is installed there."""
 
     def __post_init__(self) -> None:
         # Private copies: frozen, and of a type that pickles.
