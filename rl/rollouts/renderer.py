@@ -176,7 +176,7 @@ class Renderer:
         Tokens that a model writes in its replies (`<think>`, `<tool_call>`) are tokens, those of
         turns are text.
         """
-        text = continue_thought(text, self._find_opened_thought(prompt_ids))
+        text = continue_thought(text, self.find_opened_thought(prompt_ids))
         token = self._turns.find_first(text)
         if token is None:
             token_ids = self.encode(text)
@@ -199,7 +199,7 @@ class Renderer:
         # Nearly every reply has only that one, and this runs for each reply in the event loop.
         if not of_turns.isdisjoint(ids):
             ids = [token_id for token_id in ids if token_id not in of_turns]
-        return self._find_opened_thought(prompt_ids) + self._decode(ids)
+        return self.find_opened_thought(prompt_ids) + self._decode(ids)
 
     def encode(self, text: str) -> np.ndarray:
         """Return [N] int32: the tokens of a text, without special tokens around it."""
@@ -226,7 +226,7 @@ class Renderer:
         fragments = split_rendering(messages, render=render, control=self._control)
         return np.asarray(self._control.encode(fragments), dtype=np.int32)
 
-    def _find_opened_thought(self, prompt_ids: np.ndarray | None) -> str:
+    def find_opened_thought(self, prompt_ids: np.ndarray | None) -> str:
         """Return the thought in which a prompt ends, from its mark on; or nothing."""
         if prompt_ids is None:
             return ""

@@ -16,7 +16,7 @@ import pytest
 from rl.agents.dialects import chat
 from rl.agents.endpoint.episode import LONG_CHARS
 from rl.agents.settings import ClientRules
-from tests.support.agent_endpoint import make_settings, serve
+from tests.support.agent_endpoint import make_byte_renderer, make_settings, serve
 
 HI = {"role": "user", "content": "Hi"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -138,6 +138,18 @@ def test_stop_text_is_told_without_it_and_matched_without_it():
         assert served.episode.record.turns[0].turn.text == "Think. Observation:"
 
     run(scenario, lambda text: "Think. Observation:")
+
+
+def test_stop_text_in_the_thought_that_the_prompt_opens_ends_nothing(tmp_path):
+    async def scenario(served):
+        reply = await served.chat(HI, stop=["\n", "<think>"])
+        message = reply["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "")
+        assert reply["choices"][0]["stop_reason"] == "\n"
+        assert served.episode.record.turns[0].turn.text == "<think>\nHm.\nNo."
+
+    renderer = make_byte_renderer(tmp_path, "qwen3_5_think")
+    run(scenario, lambda text: "Hm.\nNo.", renderer=renderer)
 
 
 # Retries

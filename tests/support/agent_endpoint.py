@@ -27,7 +27,12 @@ from tests.support.chat_templates import byte_tokenizer
 @cache
 def make_qwen_renderer() -> Renderer:
     """Return a renderer of bytes with Qwen3's chat template."""
-    tokenizer = byte_tokenizer(Path(mkdtemp(prefix="relay-qwen3-")), "qwen3")
+    return make_byte_renderer(Path(mkdtemp(prefix="relay-qwen3-")), "qwen3")
+
+
+def make_byte_renderer(folder: Path, name: str) -> Renderer:
+    """Return a renderer of bytes with a chat template of `byte_tokenizer`."""
+    tokenizer = byte_tokenizer(folder, name)
     return make_renderer(
         RendererConfig(keep_replies=True),
         tokenizer=tokenizer,

@@ -24,6 +24,8 @@ SEED_BITS = 62
 class Answer:
     """A reply as tokens and text, and as the client is told."""
 
+    text: str
+    """The completion decoded (`rl.types.Turn.text`), a stop text at its end included."""
     reply: ChatReply
     parsed: ParsedReply
 
@@ -74,9 +76,11 @@ def read_answer(
     model: str,
 ) -> Answer:
     """Return what the client is told of a completion; `model` is named if the client names none."""
-    # Of the model's text, not of the parts below: a stop text may lie within a call.
-    text = renderer.text(completion.token_ids, prompt_ids=plan.context_ids)
-    text, stop_text = _cut_at_stop(text, request.stop)
+    whole_text = renderer.text(completion.token_ids, prompt_ids=plan.context_ids)
+    # Of the model's text, not of the parts below: a stop text may lie within a call. The thought
+    # that the prompt has opened is the prompt's, also where it contains a stop text.
+    num_opened = len(renderer.find_opened_thought(plan.context_ids))
+    text, stop_text = _cut_at_stop(whole_text, request.stop, begin=num_opened)
     reply_id = secrets.token_hex(12)
     parsed = read_reply(
         text,
@@ -106,12 +110,16 @@ def read_answer(
         cached_tokens=cached,
         token_texts=token_texts,
     )
-    return Answer(reply=reply, parsed=parsed)
+    return Answer(text=whole_text, reply=reply, parsed=parsed)
 
 
-def _cut_at_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
-    """Return a text up to the first of the stop texts, and that one."""
-    places = [(text.find(stop), stop) for stop in stops if stop in text]
+def _cut_at_stop(text: str, stops: tuple[str, ...], *, begin: int) -> tuple[str, str | None]:
+    """Return a text up to the first of the stop texts from `begin` on, and that stop text."""
+    places = []
+    for stop in stops:
+        place = text.find(stop, begin)
+        if place >= 0:
+            places.append((place, stop))
     if not places:
         return text, None
     place, stop = min(places)

@@ -201,11 +201,9 @@ class AgentEpisode:
         answer = read_answer(
             request, plan, completion, renderer=self.renderer, model=self.rules.name
         )
-        parsed = answer.parsed
-        text = self.renderer.text(completion.token_ids, prompt_ids=plan.context_ids)
         async with self._recording:
-            self.record.add(plan, completion, text=text, told=parsed.message)
-        if request.requires_call and not parsed.calls:
+            self.record.add(plan, completion, text=answer.text, told=answer.parsed.message)
+        if request.requires_call and not answer.parsed.calls:
             self.counts["missed_calls"] += 1
         return answer
 
