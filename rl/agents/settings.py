@@ -17,7 +17,7 @@ class EpisodeSettings:
     max_context: int
     """Most tokens of a conversation with its reply."""
     max_requests: int
-    """Most replies, retries not counted."""
+    """Most replies, retries and requests without a reply not counted."""
     max_tokens: int
     """Most tokens of all turns."""
     key: str = field(default_factory=lambda: f"sk-relay-{secrets.token_urlsafe(24)}", repr=False)

@@ -364,6 +364,48 @@ def test_number_of_replies_is_limited():
     run(scenario, max_requests=1)
 
 
+def test_replies_under_way_count_as_replies():
+    async def scenario(served):
+        served.generator.go_on = asyncio.Event()
+        headers = {"x_stainless_retry_count": "0"}
+        body = {"model": "m", "messages": [HI]}
+        asking = [served.post("/v1/chat/completions", body, **headers) for _ in range(5)]
+        tasks = [asyncio.create_task(one) for one in asking]
+        await _until(lambda: sum(task.done() for task in tasks) == 3)
+        served.generator.go_on.set()
+        answers = await asyncio.gather(*tasks)
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 403, 403, 403]
+
+    run(scenario, max_requests=2)
+
+
+def test_refused_requests_use_up_no_replies_and_are_limited_by_themselves(monkeypatch):
+    monkeypatch.setattr("rl.agents.endpoint.episode.UNANSWERED_AT_LEAST", 2)
+
+    async def ask(served, content):
+        body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+        answer = await served.post("/v1/chat/completions", body)
+        return answer.status_code, answer.json().get("error", {}).get("message", "")
+
+    async def scenario(served):
+        for number in range(11):
+            assert (await ask(served, "x" * (200 + number)))[0] == 400
+        assert (await ask(served, "Hi"))[0] == 200
+        assert "its 1 replies" in (await ask(served, "Ho"))[1]
+
+    async def loop(served):
+        for number in range(12):
+            await ask(served, "x" * (200 + number))
+        assert await ask(served, "Hi") == (
+            403,
+            "the episode has had 12 requests without a reply, its limit",
+        )
+        assert served.episode.reached is None
+
+    run(scenario, max_context=100, max_requests=1)
+    run(loop, max_context=100, max_requests=1)
+
+
 def test_tokens_of_all_turns_are_limited():
     async def scenario(served):
         await served.chat(HI)

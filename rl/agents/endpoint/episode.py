@@ -40,6 +40,10 @@ MAX_ANSWERS = 64
 """Answers of an episode that are kept for retries, unless more are under way."""
 LONG_CHARS = 100_000
 """Characters of a request that take tens of milliseconds to tokenize."""
+UNANSWERED_PER_REPLY = 10
+UNANSWERED_AT_LEAST = 100
+"""Requests without a reply that an episode may make: so many for each reply that it may have, and
+so many more. They end an agent that repeats a request that is refused."""
 MAX_ASKED = 16
 """Most values of a field that are recorded."""
 _told_harmless: set[str] = set()
@@ -93,6 +97,8 @@ class AgentEpisode:
         self.record = self._make_record()
         self._answers: dict[bytes, _Answering] = {}
         self._num_asked: Counter[bytes] = Counter()
+        self._num_under_way = 0
+        """Replies that are being sampled."""
         self._recording = asyncio.Lock()
         """Held by who reads or changes the record, which long texts do in a thread."""
         self._is_closed = False
@@ -185,12 +191,29 @@ class AgentEpisode:
 
     async def _answer(self, request: ChatRequest, *, role: str) -> Answer:
         self.check_open()
-        check_model(request, self.rules.models)
+        self._check_number()
         self.counts["requests"] += 1
-        if self.counts["requests"] > self.settings.max_requests:
-            self._stop_at("turns", f"its {self.settings.max_requests} replies")
+        check_model(request, self.rules.models)
         self._note_fields(request)
+        self._num_under_way += 1
+        try:
+            return await self._sample(request, role=role)
+        finally:
+            self._num_under_way -= 1
 
+    def _check_number(self) -> None:
+        """Raise RequestError if the episode has had its replies, or too many requests without."""
+        most = self.settings.max_requests
+        num_replies = len(self.record.turns) + self._num_under_way
+        if num_replies >= most:
+            self._stop_at("turns", f"its {most} replies")
+        most_unanswered = UNANSWERED_PER_REPLY * most + UNANSWERED_AT_LEAST
+        if self.counts["requests"] - num_replies >= most_unanswered:
+            # No limit that the rollout has reached: an agent that fails now has failed.
+            raise _make_limit_error(f"{most_unanswered} requests without a reply")
+
+    async def _sample(self, request: ChatRequest, *, role: str) -> Answer:
+        """Plan a turn, sample its reply, and record it."""
         plan = await self._plan(request, role=role)
         sampling = self._choose_sampling(request, plan)
         ((completion,),) = await self.generator.generate(
@@ -272,9 +295,11 @@ class AgentEpisode:
 
     def _stop_at(self, end: EndReason, limit: str) -> None:
         self.reached = self.reached or end
-        raise RequestError(
-            f"the episode has had {limit}, its limit", status=403, code="limit_reached"
-        )
+        raise _make_limit_error(limit)
+
+
+def _make_limit_error(limit: str) -> RequestError:
+    return RequestError(f"the episode has had {limit}, its limit", status=403, code="limit_reached")
 
 
 def _is_long(request: ChatRequest) -> bool:
