@@ -283,7 +283,6 @@ def test_messages_that_no_template_could_render_are_refused(renderers):
     [
         ((), "messages is empty"),
         ((user("a"), said("b")), "the last message is the assistant's"),
-        ((user("a"), said("b"), said("c"), user("d")), "two messages of the assistant in a row"),
     ],
 )
 def test_conversations_without_an_answer_are_refused(qwen, messages, error):

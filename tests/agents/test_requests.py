@@ -284,6 +284,9 @@ def test_blocks_of_a_conversation_are_read():
 def test_consecutive_messages_of_the_assistant_are_one():
     given = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": [USE]}]
     assert read_messages(*given) == (assistant("a", ADD),)
+    calling = {"role": "assistant", "content": " b", "tool_calls": [CALL]}
+    again = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert read_chat(given[0], calling, again) == (assistant("a b", ADD, ADD),)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def _read_messages(value: Any, nested: set[str]) -> tuple[Message, ...]:
                 nested.add(f"messages[].{name}")
         content = _read_content(message.get("content"), f"{where}.content", role, nested)
         if role == "assistant":
-            conversation.add(_read_assistant(message, content, where))
+            _read_assistant(message, content, where, conversation)
         elif role == "user":
             conversation.add(Message(role="user", content=content))
         elif role == "tool":
@@ -191,18 +191,19 @@ def _read_content(value: Any, field: str, role: str, nested: set[str]) -> str:
     )
 
 
-def _read_assistant(message: Mapping[str, Any], content: str, where: str) -> Message:
+def _read_assistant(
+    message: Mapping[str, Any], content: str, where: str, conversation: Conversation
+) -> None:
     row = FIELDS["chat"]["messages[].function_call"]
     check_refused(message.get("function_call"), row, field=f"{where}.function_call")
     # A refusal is a text of its own in this API.
     if not content:
         content = read_text(message.get("refusal"), f"{where}.refusal")
-    calls: list[ToolCall] = []
+    conversation.add_text(content)
     given = message.get("tool_calls")
     if given is not None:
         for place, call in enumerate(require_list(given, f"{where}.tool_calls")):
-            calls.append(_read_call(call, f"{where}.tool_calls[{place}]"))
-    return Message(role="assistant", content=content, calls=tuple(calls))
+            conversation.add_call(_read_call(call, f"{where}.tool_calls[{place}]"))
 
 
 def _read_call(given: Any, where: str) -> ToolCall:

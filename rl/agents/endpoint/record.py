@@ -408,11 +408,6 @@ def _check_order(messages: Sequence[Message]) -> None:
             "to the model",
             field="messages",
         )
-    for before, after in itertools.pairwise(messages):
-        if before.role == after.role == "assistant":
-            raise BadRequestError(
-                "two messages of the assistant in a row: join them", field="messages"
-            )
 
 
 def _find_last_reply(messages: Sequence[Message]) -> int | None:
