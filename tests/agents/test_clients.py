@@ -349,6 +349,19 @@ def test_schema_of_the_reply_is_refused_by_name():
     run(scenario)
 
 
+@pytest.mark.parametrize("talk", [chat_stream, responses_stream, messages_stream])
+def test_signs_of_life_in_a_stream_are_skipped_by_the_client(talk, monkeypatch):
+    monkeypatch.setattr("rl.agents.endpoint.app.KEEP_ALIVE_S", 0.01)
+
+    async def scenario(clients):
+        go_on = clients.served.generator.go_on = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.05, go_on.set)
+        text, _ = await talk(clients)
+        assert text == ANSWER
+
+    run(scenario)
+
+
 def test_error_in_a_stream_is_raised_by_the_client(monkeypatch):
     monkeypatch.setattr("rl.agents.endpoint.app.KEEP_ALIVE_S", 0.01)
 

@@ -269,35 +269,48 @@ def test_a_client_that_is_gone_cancels_its_reply(monkeypatch):
     run(scenario)
 
 
-def test_a_stream_shows_signs_of_life(monkeypatch):
+@pytest.mark.parametrize(
+    ("path", "sign", "last"),
+    [
+        ("/v1/chat/completions", ": keep-alive", "data: [DONE]"),
+        ("/inference/v1/generate", ": keep-alive", "data: [DONE]"),
+        ("/v1/messages", "event: ping", 'data: {"type":"message_stop"}'),
+    ],
+)
+def test_a_stream_shows_signs_of_life(path, sign, last, monkeypatch):
     monkeypatch.setattr("rl.agents.endpoint.app.KEEP_ALIVE_S", 0.02)
 
     async def scenario(served):
         served.generator.go_on = asyncio.Event()
-        body = {"model": "m", "messages": [HI], "stream": True}
+        body = {"model": "m", "messages": [HI], "max_tokens": 9, "stream": True}
+        if "generate" in path:
+            body = {"model": "m", "token_ids": [65], "stream": True}
         headers = {"x-api-key": served.key}
-        url = f"{served.url}/v1/chat/completions"
+        url = served.url + path
         async with served.http.stream("POST", url, json=body, headers=headers) as answer:
             lines = answer.aiter_lines()
-            assert await anext(lines) == ": keep-alive"
+            assert await anext(lines) == sign
             served.generator.go_on.set()
             rest = [line async for line in lines]
-        assert rest[-2] == "data: [DONE]"
+        assert rest[-2] == last
 
     run(scenario)
 
 
-def test_a_client_that_stops_reading_is_cut_off_and_counted(monkeypatch):
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_stops_reading_is_cut_off_and_counted(is_streamed, monkeypatch):
     monkeypatch.setattr("rl.http.server.WRITE_TIMEOUT_S", 0.2)
     # More than the kernel takes for a client that does not read.
-    monkeypatch.setattr(chat, "stream_body", lambda *_: b"x" * 32_000_000)
+    large = "x" * 32_000_000
+    monkeypatch.setattr(chat, "stream_body", lambda *_: large.encode())
+    monkeypatch.setattr(chat, "make_body", lambda *_: {"content": large})
 
     async def scenario(served):
         host, _, port = served.url.removeprefix("http://").partition(":")
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((host, int(port)))
-        body = json.dumps({"model": "m", "messages": [HI], "stream": True})
+        body = json.dumps({"model": "m", "messages": [HI], "stream": is_streamed})
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nx-api-key: {served.key}\r\n"
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         with contextlib.closing(client):

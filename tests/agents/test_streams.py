@@ -3,11 +3,10 @@
 import json
 import random
 
-import numpy as np
 import pytest
 
 from rl.agents.dialects.reply_reader import ParsedReply, ReplyReader, join_events, read_reply
-from rl.agents.types import ReplyStart, RequestError, TokenPiece
+from rl.agents.types import RequestError, TokenPiece
 from tests.support.agent_replies import (
     DIALECTS,
     HEAR,
@@ -33,7 +32,7 @@ def stream(dialect, request, reply, pieces):
     writer = STREAMS[dialect](request, start=reply.start)
     frames = [writer.start()]
     for events in pieces:
-        frames += [writer.keep_alive, writer.add(events)]
+        frames += [DIALECTS[dialect].KEEP_ALIVE, writer.add(events)]
     return b"".join([*frames, writer.finish(reply)])
 
 
@@ -309,16 +308,6 @@ def test_error_in_a_stream_is_told_in_it():
     assert events["responses"]["message"] == events["responses"]["error"]["message"] == LONG.message
     assert events["responses"]["sequence_number"] == 2
     assert events["messages"] == DIALECTS["messages"].make_error(LONG)[1]
-
-
-def test_keep_alives_are_comments_or_pings():
-    start = ReplyStart(id="r1", created=1, model="m", prompt_ids=np.array([1]))
-    for dialect, make_stream in STREAMS.items():
-        keep_alive = make_stream(make_request(dialect), start=start).keep_alive
-        if dialect == "messages":
-            assert keep_alive == b'event: ping\ndata: {"type":"ping"}\n\n'
-        else:
-            assert keep_alive == b": keep-alive\n\n"
 
 
 def test_joined_events_are_those_of_a_whole_reply():

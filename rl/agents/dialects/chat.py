@@ -60,6 +60,7 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 """Name of the text in each type of part; the Responses API's types occur in echoed histories."""
 THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning")
 CHOICES = ("none", "auto", "required")
+KEEP_ALIVE = COMMENT
 
 
 # Requests
@@ -254,8 +255,6 @@ def make_error(error: RequestError) -> tuple[int, dict[str, Any]]:
 
 class ChatStream:
     """Chunks of one reply: `start`, `add` for each piece, then `finish` or `fail`."""
-
-    keep_alive = COMMENT
 
     def __init__(self, request: ChatRequest, *, start: ReplyStart) -> None:
         self._request = request

@@ -26,6 +26,7 @@ from rl.agents.types import BadRequestError, ChatReply, ChatRequest, ReplyExtra
 DEFAULT_MAX_TOKENS = 16
 """Most new tokens of a request that does not say, as in OpenAI's API."""
 
+KEEP_ALIVE = tokens.KEEP_ALIVE
 make_error = tokens.make_error
 stream_error = tokens.stream_error
 

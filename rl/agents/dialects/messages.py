@@ -63,6 +63,7 @@ END_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_tu
 NO_BLOCK = ""
 BILLING = "x-anthropic-billing-header:"
 """First line of Claude Code's system message, for the service of Anthropic."""
+KEEP_ALIVE = frame_event({"type": "ping"})
 
 
 # Requests
@@ -300,8 +301,6 @@ def make_error(error: RequestError) -> tuple[int, dict[str, Any]]:
 
 class MessagesStream:
     """Events of one reply: `start`, `add` for each piece, then `finish` or `fail`."""
-
-    keep_alive = frame_event({"type": "ping"})
 
     def __init__(self, request: ChatRequest, *, start: ReplyStart) -> None:
         self._request = request

@@ -70,6 +70,7 @@ ONE_TEXT = {
     "required": [TEXT_ARGUMENT],
 }
 """Schema of a tool that takes one text."""
+KEEP_ALIVE = COMMENT
 
 
 # Requests
@@ -282,8 +283,6 @@ def make_error(error: RequestError) -> tuple[int, dict[str, Any]]:
 
 class ResponsesStream:
     """Events of one reply: `start`, `add` for each piece, then `finish` or `fail`."""
-
-    keep_alive = COMMENT
 
     def __init__(self, request: ChatRequest, *, start: ReplyStart) -> None:
         self._request = request

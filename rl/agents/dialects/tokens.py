@@ -22,6 +22,7 @@ from rl.agents.dialects.reading import (
 )
 from rl.agents.dialects.reply_reader import ParsedReply
 from rl.agents.dialects.writing import (
+    COMMENT,
     DONE,
     describe_openai_error,
     describe_openai_usage,
@@ -38,6 +39,7 @@ from rl.agents.types import (
 )
 
 MAX_ID = 2**31 - 1
+KEEP_ALIVE = COMMENT
 
 
 def read_request(body: Mapping[str, Any]) -> ChatRequest:

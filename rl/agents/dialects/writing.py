@@ -20,7 +20,7 @@ from rl.types import ToolCall
 LOWEST_LOGPROB = -9999.0
 """Logprob instead of a smaller one or of none, as vLLM tells it: JSON has no infinities."""
 COMMENT = b": keep-alive\n\n"
-"""Comment of a stream, which every client skips."""
+"""Sign of life as a comment, which every client of a stream skips."""
 DONE = b"data: [DONE]\n\n"
 """End of a stream of chunks."""
 LINE_ENDS = ("\x85", "\u2028", "\u2029")
@@ -37,9 +37,6 @@ OPENAI_TYPES = {
 
 class ReplyStream(Protocol):
     """Server-sent events of one reply: `start`, `add` for each piece, then `finish` or `fail`."""
-
-    keep_alive: bytes
-    """Event that may be sent between any two others, and that clients skip."""
 
     def start(self) -> bytes: ...
 

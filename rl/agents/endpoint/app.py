@@ -18,6 +18,7 @@ import logging
 import math
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
+from contextlib import aclosing
 from typing import Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Request
@@ -61,6 +62,9 @@ MAX_NAME = 100
 
 class Dialect(Protocol):
     """Module that reads requests of one API and writes its replies."""
+
+    KEEP_ALIVE: bytes
+    """Sign of life of a stream, which clients skip."""
 
     def read_request(self, body: Mapping[str, Any]) -> ChatRequest: ...
 
@@ -236,23 +240,25 @@ async def _reply(request: Request, answerer: Answerer) -> Response:
         stream = _stream(
             answering, dialect, wanted, request=request, answerer=answerer, identity=identity
         )
-        return EventStream(stream, media_type="text/event-stream", headers=_NO_CACHE)
+        return ClosedStream(stream, media_type="text/event-stream", headers=_NO_CACHE)
     if not await _wait_while_connected(request, answering):
         return Response(status_code=499)
     answer = answering.result()
     body = dialect.make_body(answer.reply, wanted, answer.parsed)
     # Before it is sent: the client may make its next request as soon as it has the reply.
     answerer.mark_delivered(identity)
-    return Response(
-        json.dumps(body, ensure_ascii=False, allow_nan=False).encode(errors="replace"),
-        media_type="application/json",
-    )
+    written = json.dumps(body, ensure_ascii=False, allow_nan=False).encode(errors="replace")
+    kind = "application/json"
+    if len(written) <= BUFFERED_BYTES:
+        return Response(written, media_type=kind)
+    parts, length = _send(written, request=request, answerer=answerer), str(len(written))
+    return ClosedStream(parts, media_type=kind, headers={"content-length": length})
 
 
 _NO_CACHE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-class EventStream(StreamingResponse):
+class ClosedStream(StreamingResponse):
     """Stream whose source ends with it, also when the client disconnects."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -273,34 +279,42 @@ async def _stream(
     identity: RequestIdentity,
 ) -> AsyncIterator[bytes]:
     """Yield the events of a reply; signs of life before, and an error in place of a reply."""
-    is_sending = False
     try:
         while not answering.done():
             await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
             if not answering.done():
-                yield b": keep-alive\n\n"
+                yield dialect.KEEP_ALIVE
         answer = answering.result()
         answerer.mark_delivered(identity)
         body = dialect.stream_body(answer.reply, wanted, answer.parsed)
-        if len(body) <= BUFFERED_BYTES:
-            yield body
-        else:
-            # In two parts: before the second the server waits until the client has taken the first.
-            is_sending = True
-            yield body[:-1]
-            yield body[-1:]
-            is_sending = await request.is_disconnected()
+        async with aclosing(_send(body, request=request, answerer=answerer)) as parts:
+            async for part in parts:
+                yield part
     except RequestError as error:
         yield dialect.stream_error(error, wanted)
     except Exception as error:
         logger.error("a request of an agent failed: %r", error, exc_info=error)
         yield dialect.stream_error(_make_failure(error), wanted)
     finally:
-        # The server closes the connection of a client that stops reading.
-        if is_sending:
-            answerer.mark_cut_off()
         # The client has gone if this is not done.
         answering.cancel()
+
+
+async def _send(body: bytes, *, request: Request, answerer: Answerer) -> AsyncGenerator[bytes]:
+    """Yield a body in parts, and count a client that stops reading."""
+    if len(body) <= BUFFERED_BYTES:
+        yield body
+        return
+    is_taken = False
+    try:
+        # In two parts: before the second the server waits until the client has taken the first.
+        yield body[:-1]
+        yield body[-1:]
+        is_taken = not await request.is_disconnected()
+    finally:
+        # The server closes the connection of a client that stops reading.
+        if not is_taken:
+            answerer.mark_cut_off()
 
 
 async def _wait_while_connected(request: Request, answering: asyncio.Future[Answer]) -> bool:
