@@ -12,8 +12,7 @@ tokenized again: a rewritten history that quotes a recorded reply gets the token
 
 A request that gives its prompt as tokens continues the turn whose tokens are a beginning of them.
 
-Messages are compared in a canonical form: arguments of calls as JSON with sorted keys, and an
-assistant's text without white space around it. Ids, thoughts and parameters do not count.
+Messages are compared in a canonical form (canonical.py).
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
+from rl.agents.endpoint.canonical import Digests, chain, digest_message, digest_tokens
 from rl.agents.types import BadRequestError, ChatRequest, ToolSpec
 from rl.rollouts.control_tokens import RefusedMessageError
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.samples import make_demonstrated_completion
 from rl.rollouts.templates import CallFormat
 from rl.tools.tool import announce, describe, render_call
-from rl.types import Completion, Message, ToolCall, Turn
+from rl.types import Completion, Message, Turn
 
 Relation = Literal["", "rewritten", "system", "tools", "template"]
 """What a conversation without a recorded beginning has changed of one with a beginning.
@@ -74,42 +74,6 @@ class RecordedTurn:
 
     plan: PlannedTurn
     turn: Turn
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Digests:
-    """Digests of the beginnings of a request's conversation: place i is of messages 0 to i."""
-
-    full: list[bytes]
-    """Of tools and messages."""
-    messages: list[bytes]
-    """Of the messages alone."""
-    bare: list[bytes]
-    """Of the messages without system messages."""
-    opening: bytes
-    """Of the tools and the system messages."""
-
-    @classmethod
-    def of_tokens(cls, token_ids: np.ndarray) -> Digests:
-        """Return the digests of a prompt without messages, which no messages have."""
-        digest = hashlib.blake2b(b"tokens" + token_ids.tobytes(), digest_size=16).digest()
-        return cls(full=[digest], messages=[digest], bare=[digest], opening=digest)
-
-    @classmethod
-    def of(cls, request: ChatRequest) -> Digests:
-        each = [_digest_message(m) for m in request.messages]
-        tools = _digest_tools(request.tools)
-        of_system, bare = [], []
-        for message, digest in zip(request.messages, each, strict=True):
-            is_system = message.role == "system"
-            of_system += [digest] * is_system
-            bare.append(b"" if is_system else digest)
-        return cls(
-            full=_chain(b"full" + tools, each),
-            messages=_chain(b"messages", each),
-            bare=_chain(b"bare", bare),
-            opening=_chain(b"opening" + tools, of_system or [b""])[-1],
-        )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -194,10 +158,10 @@ class EpisodeRecord:
             messages=plan.messages, prompt_ids=plan.prompt_ids, completion=completion, text=text
         )
         self.turns[plan.number] = RecordedTurn(plan=plan, turn=turn)
-        reply = _digest_message(told)
+        reply = digest_message(told)
         self._replies[reply] = plan.number
         for beginnings in (plan.digests.full, plan.digests.messages, plan.digests.bare):
-            (end,) = _chain(beginnings[-1], [reply])
+            (end,) = chain(beginnings[-1], [reply])
             self._ends[end] = plan.number
 
     @property
@@ -254,7 +218,7 @@ class EpisodeRecord:
         for recorded in itertools.islice(self.turns.values(), self._num_digested, None):
             plan = recorded.plan
             known = np.concatenate([plan.context_ids, recorded.turn.completion.token_ids])
-            self._token_ends.setdefault(len(known), {})[_digest_tokens(known)] = plan.number
+            self._token_ends.setdefault(len(known), {})[digest_tokens(known)] = plan.number
         self._num_digested = len(self.turns)
 
         longest, begin = None, 0
@@ -292,7 +256,7 @@ class EpisodeRecord:
             if by_bare is not None:
                 return "system", by_bare
         for m in reversed(request.messages):
-            quoted = self._replies.get(_digest_message(m)) if m.role == "assistant" else None
+            quoted = self._replies.get(digest_message(m)) if m.role == "assistant" else None
             if quoted is not None:
                 return "rewritten", quoted
         # Histories are often replaced by a summary, under the same system message and tools.
@@ -366,7 +330,7 @@ class EpisodeRecord:
 
     def _find_reply(self, reply: Message) -> Completion:
         """Return a recorded reply, or an assistant's message that the model has not written."""
-        number = self._replies.get(_digest_message(reply))
+        number = self._replies.get(digest_message(reply))
         if number is not None:
             return self.turns[number].turn.completion
         text = write_reply(reply, call_format=self.renderer.template.call_format)
@@ -430,47 +394,3 @@ def _split_rounds(messages: Sequence[Message]) -> list[Any]:
         else:
             opening.append(m)
     return [opening, *rounds]
-
-
-# Canonical forms
-
-
-def _digest_message(message: Message) -> bytes:
-    is_reply = message.role == "assistant"
-    content = message.content.strip() if is_reply else message.content
-    return _digest([message.role, content, [_describe_call(call) for call in message.calls]])
-
-
-def _describe_call(call: ToolCall) -> list[Any]:
-    return [call.name, dict(call.arguments)]
-
-
-def _digest_tools(tools: Iterable[ToolSpec]) -> bytes:
-    """Return a digest that does not depend on the order of the tools."""
-    return b"".join(sorted(_digest([t.name, t.description, dict(t.parameters)]) for t in tools))
-
-
-def _digest(value: Any) -> bytes:
-    # Halves of surrogate pairs, which JSON may contain, have no encoding of their own.
-    text = json.dumps(value, ensure_ascii=False, sort_keys=True, default=_to_plain)
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
-
-
-def _digest_tokens(token_ids: np.ndarray) -> bytes:
-    return hashlib.blake2b(token_ids.astype(np.int32).tobytes(), digest_size=16).digest()
-
-
-def _to_plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} is no JSON")
-
-
-def _chain(start: bytes, digests: Iterable[bytes]) -> list[bytes]:
-    """Return the digest of each beginning of a list; an empty entry adds nothing."""
-    chained = []
-    for digest in digests:
-        if digest:
-            start = hashlib.blake2b(start + digest, digest_size=16).digest()
-        chained.append(start)
-    return chained
