@@ -255,6 +255,27 @@ def test_a_client_that_times_out_and_asks_again_gets_the_first_reply():
     run(scenario)
 
 
+def test_a_reply_that_no_client_has_got_is_superseded():
+    async def scenario(served):
+        def list_roles():
+            branches = served.episode.list_conversations(trained=("main",)).branches
+            return [(branch.role, branch.is_trained) for branch in branches]
+
+        served.generator.go_on = asyncio.Event()
+        asking = asyncio.create_task(served.chat(HI))
+        await _until(lambda: served.generator.calls)
+        asking.cancel()
+        await _until(lambda: served.episode.counts["disconnects"])
+        served.generator.go_on.set()
+        await _until(lambda: served.episode.record.turns)
+        assert list_roles() == [("superseded", False)]
+        await served.chat(HI)
+        assert list_roles() == [("main", True)]
+        assert len(served.generator.calls) == 1
+
+    run(scenario)
+
+
 def test_a_client_that_is_gone_cancels_its_reply(monkeypatch):
     monkeypatch.setattr("rl.agents.endpoint.episode.GRACE_S", 0.05)
 
@@ -315,6 +336,7 @@ def test_a_client_that_stops_reading_is_cut_off_and_counted(is_streamed, monkeyp
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         with contextlib.closing(client):
             await _until(lambda: served.episode.counts["cut_off"])
+            assert served.episode.record.undelivered == {0}
 
     run(scenario)
 

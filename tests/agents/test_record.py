@@ -63,7 +63,7 @@ class Talk:
         self.answer(plan, reply=reply, told=told, ends=ends)
         return plan
 
-    def answer(self, plan, *, reply, told=None, ends=True):
+    def answer(self, plan, *, reply, told=None, ends=True, is_delivered=True):
         ids = [*self.renderer.encode(reply)] + [self.renderer.end_token_id] * ends
         completion = Completion(
             token_ids=np.array(ids, dtype=np.int32),
@@ -73,6 +73,8 @@ class Talk:
         )
         told = told or said(reply)
         self.record.add(plan, completion, text=reply, told=told)
+        if is_delivered:
+            self.record.undelivered.discard(plan.number)
 
     def read(self, plan):
         return self.renderer._decode(plan.context_ids.tolist())
@@ -209,6 +211,15 @@ def test_of_equal_requests_without_continuation_the_last_counts(qwen):
     qwen.ask(user("Task"), reply="a")
     qwen.ask(user("Task"), reply="b", max_tokens=5)
     assert qwen.list_branches() == [((0,), "superseded", ""), ((1,), "main", "again")]
+
+
+def test_replies_that_no_client_has_got_count_only_if_they_were_continued(qwen):
+    qwen.ask(user("Task"), reply="a")
+    again = qwen.record.plan(ChatRequest(messages=(user("Task"),)))
+    qwen.answer(again, reply="b", is_delivered=False)
+    assert qwen.list_branches() == [((0,), "main", ""), ((1,), "superseded", "again")]
+    qwen.ask(user("Task"), said("b"), user("on"), reply="c")
+    assert qwen.list_branches() == [((0,), "superseded", ""), ((1, 2), "main", "again")]
 
 
 def test_a_title_is_auxiliary_and_a_conversation_with_another_opening_a_sub_agent(qwen):

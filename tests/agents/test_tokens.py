@@ -146,6 +146,7 @@ class Talk:
         )
         told = Message(role="assistant", content=f"{reply}")
         self.record.add(plan, completion, text="", told=told)
+        self.record.undelivered.discard(plan.number)
         return plan
 
     def list_branches(self):

@@ -24,6 +24,8 @@ SEED_BITS = 62
 class Answer:
     """A reply as tokens and text, and as the client is told."""
 
+    number: int
+    """Number of its turn in the record."""
     text: str
     """The completion decoded (`rl.types.Turn.text`), a stop text at its end included."""
     reply: ChatReply
@@ -110,7 +112,7 @@ def read_answer(
         cached_tokens=cached,
         token_texts=token_texts,
     )
-    return Answer(text=whole_text, reply=reply, parsed=parsed)
+    return Answer(number=plan.number, text=whole_text, reply=reply, parsed=parsed)
 
 
 def _cut_at_stop(text: str, stops: tuple[str, ...], *, begin: int) -> tuple[str, str | None]:

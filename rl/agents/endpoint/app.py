@@ -19,6 +19,7 @@ import math
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Request
@@ -86,9 +87,9 @@ class Answerer(Protocol):
         self, request: ChatRequest, *, identity: RequestIdentity, role: str = ""
     ) -> Answer: ...
 
-    def mark_delivered(self, identity: RequestIdentity) -> None: ...
+    def mark_delivered(self, answer: Answer, *, identity: RequestIdentity) -> None: ...
 
-    def mark_cut_off(self) -> None: ...
+    def mark_cut_off(self, answer: Answer, *, identity: RequestIdentity) -> None: ...
 
     async def count_tokens(self, request: ChatRequest) -> int: ...
 
@@ -246,12 +247,13 @@ async def _reply(request: Request, answerer: Answerer) -> Response:
     answer = answering.result()
     body = dialect.make_body(answer.reply, wanted, answer.parsed)
     # Before it is sent: the client may make its next request as soon as it has the reply.
-    answerer.mark_delivered(identity)
+    answerer.mark_delivered(answer, identity=identity)
     written = json.dumps(body, ensure_ascii=False, allow_nan=False).encode(errors="replace")
     kind = "application/json"
     if len(written) <= BUFFERED_BYTES:
         return Response(written, media_type=kind)
-    parts, length = _send(written, request=request, answerer=answerer), str(len(written))
+    mark_cut_off = partial(answerer.mark_cut_off, answer, identity=identity)
+    parts, length = _send(written, request, mark_cut_off=mark_cut_off), str(len(written))
     return ClosedStream(parts, media_type=kind, headers={"content-length": length})
 
 
@@ -285,9 +287,10 @@ async def _stream(
             if not answering.done():
                 yield dialect.KEEP_ALIVE
         answer = answering.result()
-        answerer.mark_delivered(identity)
+        answerer.mark_delivered(answer, identity=identity)
         body = dialect.stream_body(answer.reply, wanted, answer.parsed)
-        async with aclosing(_send(body, request=request, answerer=answerer)) as parts:
+        mark_cut_off = partial(answerer.mark_cut_off, answer, identity=identity)
+        async with aclosing(_send(body, request, mark_cut_off=mark_cut_off)) as parts:
             async for part in parts:
                 yield part
     except RequestError as error:
@@ -300,8 +303,10 @@ async def _stream(
         answering.cancel()
 
 
-async def _send(body: bytes, *, request: Request, answerer: Answerer) -> AsyncGenerator[bytes]:
-    """Yield a body in parts, and count a client that stops reading."""
+async def _send(
+    body: bytes, request: Request, *, mark_cut_off: Callable[[], None]
+) -> AsyncGenerator[bytes]:
+    """Yield a body in parts; `mark_cut_off` is told of a client that stops reading."""
     if len(body) <= BUFFERED_BYTES:
         yield body
         return
@@ -314,7 +319,7 @@ async def _send(body: bytes, *, request: Request, answerer: Answerer) -> AsyncGe
     finally:
         # The server closes the connection of a client that stops reading.
         if not is_taken:
-            answerer.mark_cut_off()
+            mark_cut_off()
 
 
 async def _wait_while_connected(request: Request, answering: asyncio.Future[Answer]) -> bool:

@@ -3,7 +3,7 @@
 main         the conversation that works on the task, also after its history was rewritten
 sub-agent    a conversation of its own, with another opening
 auxiliary    one reply of the harness's own: a title, a summary
-superseded   a reply that was sampled again and never continued
+superseded   a reply that nothing continues: it was sampled again, or no client has got it
 """
 
 from __future__ import annotations
@@ -76,15 +76,16 @@ def _list_siblings(record: EpisodeRecord) -> list[list[RecordedTurn]]:
 
 
 def _find_superseded(record: EpisodeRecord) -> set[int]:
-    """Return the turns that were asked again and not continued.
+    """Return the turns that were asked again or that no client has got, and that nothing continues.
 
-    Where none of several was continued, the last one counts.
+    Where none of several was continued, the last one that a client has got counts.
     """
     continued = {recorded.plan.parent for recorded in record.turns.values()}
-    superseded: set[int] = set()
+    superseded = record.undelivered - continued
     for siblings in _list_siblings(record):
         numbers = [recorded.plan.number for recorded in siblings]
-        chosen = continued.intersection(numbers) or {numbers[-1]}
+        delivered = [number for number in numbers if number not in record.undelivered]
+        chosen = continued.intersection(numbers) or {*delivered[-1:]}
         superseded.update(set(numbers) - chosen)
     return superseded
 

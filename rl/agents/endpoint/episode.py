@@ -149,16 +149,30 @@ class AgentEpisode:
                 return
             del self._answers[oldest]
 
-    def mark_delivered(self, identity: RequestIdentity) -> None:
+    def mark_delivered(self, answer: Answer, *, identity: RequestIdentity) -> None:
         """Note that the client has got its whole reply."""
-        answering = self._answers.get(identity.digest)
+        self.record.undelivered.discard(answer.number)
+        answering = self._find_answering(answer, identity)
         if answering is not None:
             answering.is_delivered = True
             answering.num_given += 1
 
-    def mark_cut_off(self) -> None:
-        """Count a client that has not taken its reply."""
+    def mark_cut_off(self, answer: Answer, *, identity: RequestIdentity) -> None:
+        """Count a client that has not taken its reply after all."""
         self.counts["cut_off"] += 1
+        answering = self._find_answering(answer, identity)
+        if answering is not None:
+            answering.num_given -= 1
+            answering.is_delivered = answering.num_given > 0
+            if not answering.is_delivered:
+                self.record.undelivered.add(answer.number)
+
+    def _find_answering(self, answer: Answer, identity: RequestIdentity) -> _Answering | None:
+        """Return what has given an answer; None if it is forgotten, or another one has its name."""
+        answering = self._answers.get(identity.digest)
+        if answering is None or not answering.task.done() or answering.task.result() is not answer:
+            return None
+        return answering
 
     def close(self) -> None:
         """End the episode: replies under way are cancelled, later requests are refused."""

@@ -90,7 +90,9 @@ class EpisodeRecord:
     announces_tools: bool = True
     """Tell the model which tools a client offers."""
     turns: dict[int, RecordedTurn] = field(default_factory=dict)
-    """Answered turns by number."""
+    """Answered turns by number, in the order in which they were answered."""
+    undelivered: set[int] = field(default_factory=set)
+    """Numbers of the turns whose reply no client has got so far."""
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _ends: dict[bytes, int] = field(default_factory=dict)
     """Turn that ends a conversation with this digest, of any of the three kinds."""
@@ -158,6 +160,7 @@ class EpisodeRecord:
             messages=plan.messages, prompt_ids=plan.prompt_ids, completion=completion, text=text
         )
         self.turns[plan.number] = RecordedTurn(plan=plan, turn=turn)
+        self.undelivered.add(plan.number)
         reply = digest_message(told)
         self._replies[reply] = plan.number
         for beginnings in (plan.digests.full, plan.digests.messages, plan.digests.bare):

@@ -92,10 +92,10 @@ class StatelessAnswerer:
         name = self.names[0] if self.names else "model"
         return read_answer(request, plan, completion, renderer=self.model.renderer, model=name)
 
-    def mark_delivered(self, identity: RequestIdentity) -> None:
+    def mark_delivered(self, answer: Answer, *, identity: RequestIdentity) -> None:
         """Do nothing: a client that asks again gets another reply."""
 
-    def mark_cut_off(self) -> None:
+    def mark_cut_off(self, answer: Answer, *, identity: RequestIdentity) -> None:
         """Do nothing: nobody counts."""
 
     async def count_tokens(self, request: ChatRequest) -> int:

@@ -212,10 +212,10 @@ class OwnerAnswerer:
             answerer = await self.chats.open(request.model, self.owner)
             return await answerer.reply(request, identity=identity, role=role)
 
-    def mark_delivered(self, identity: RequestIdentity) -> None:
+    def mark_delivered(self, answer: Answer, *, identity: RequestIdentity) -> None:
         """Do nothing, as `StatelessAnswerer`."""
 
-    def mark_cut_off(self) -> None:
+    def mark_cut_off(self, answer: Answer, *, identity: RequestIdentity) -> None:
         """Do nothing, as `StatelessAnswerer`."""
 
     async def count_tokens(self, request: ChatRequest) -> int:
