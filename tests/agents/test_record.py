@@ -222,6 +222,41 @@ def test_replies_that_no_client_has_got_count_only_if_they_were_continued(qwen):
     assert qwen.list_branches() == [((0,), "superseded", ""), ((1, 2), "main", "again")]
 
 
+def test_a_reply_without_which_a_later_request_goes_on_is_superseded(qwen):
+    qwen.ask(SYSTEM, user("Task"), reply="bad")
+    qwen.ask(SYSTEM, user("Task"), user("No JSON."), reply="a")
+    begin = [SYSTEM, user("Task"), user("No JSON."), said("a")]
+    qwen.ask(*begin, user("on"), reply="bad too")
+    qwen.ask(*begin, user("on"), user("No JSON."), reply="b")
+    assert qwen.list_branches() == [
+        ((0,), "superseded", ""),
+        ((1, 2), "superseded", "rewritten"),
+        ((1, 3), "main", "fork"),
+    ]
+
+
+@pytest.mark.parametrize("follows", [said("in other words"), tool("3")])
+def test_a_reply_that_was_used_in_other_words_is_not_superseded(qwen, follows):
+    qwen.ask(SYSTEM, user("Task"), reply="a")
+    qwen.ask(SYSTEM, user("Task"), follows, user("on"), reply="b")
+    assert [role for _, role, _ in qwen.list_branches()] == ["main", "main"]
+
+
+def test_samples_that_were_under_way_at_the_same_time_all_count(qwen):
+    request = ChatRequest(messages=(user("Task"),))
+    plans = [qwen.record.plan(request) for _ in range(3)]
+    # One asks for more at the same time: it has not rejected a reply that was not there.
+    longer = qwen.record.plan(ChatRequest(messages=(user("Task"), user("Quick"))))
+    for plan, reply in zip([*plans, longer], "abcd", strict=True):
+        qwen.answer(plan, reply=reply)
+    assert [role for _, role, _ in qwen.list_branches()] == ["main"] * 4
+    qwen.ask(user("Task"), said("b"), user("on"), reply="e")
+    assert [role for _, role, _ in qwen.list_branches()] == ["main"] * 4
+    # Asked once more, when they were there.
+    qwen.ask(user("Task"), reply="f")
+    assert qwen.list_branches()[-1] == ((5,), "superseded", "again")
+
+
 def test_a_title_is_auxiliary_and_a_conversation_with_another_opening_a_sub_agent(qwen):
     qwen.ask(user("Write a title for: Task"), reply="Title")
     qwen.ask(SYSTEM, user("Task"), reply="a", tools=[ADD])

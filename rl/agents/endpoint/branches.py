@@ -3,7 +3,8 @@
 main         the conversation that works on the task, also after its history was rewritten
 sub-agent    a conversation of its own, with another opening
 auxiliary    one reply of the harness's own: a title, a summary
-superseded   a reply that nothing continues: it was sampled again, or no client has got it
+superseded   a reply that nothing continues: it was sampled again, a later request goes on without
+             it, or no client has got it
 """
 
 from __future__ import annotations
@@ -76,18 +77,55 @@ def _list_siblings(record: EpisodeRecord) -> list[list[RecordedTurn]]:
 
 
 def _find_superseded(record: EpisodeRecord) -> set[int]:
-    """Return the turns that were asked again or that no client has got, and that nothing continues.
+    """Return the turns that nothing continues, and that the agent has not used.
 
-    Where none of several was continued, the last one that a client has got counts.
+    Where none of several samples was continued, the last one that a client has got counts. Samples
+    that were under way at the same time as one that counts are alternatives to it, and count too.
     """
     continued = {recorded.plan.parent for recorded in record.turns.values()}
-    superseded = record.undelivered - continued
+    places = _list_places(record)
+    superseded = (record.undelivered | _find_rejected(record, places)) - continued
     for siblings in _list_siblings(record):
-        numbers = [recorded.plan.number for recorded in siblings]
-        delivered = [number for number in numbers if number not in record.undelivered]
-        chosen = continued.intersection(numbers) or {*delivered[-1:]}
-        superseded.update(set(numbers) - chosen)
+        chosen = [one for one in siblings if one.plan.number in continued]
+        if not chosen:
+            delivered = [one for one in siblings if one.plan.number not in record.undelivered]
+            chosen = delivered[-1:]
+        for one in siblings:
+            if not any(_were_together(one, other, places) for other in chosen):
+                superseded.add(one.plan.number)
     return superseded
+
+
+def _were_together(one: RecordedTurn, other: RecordedTurn, places: Mapping[int, int]) -> bool:
+    """Return whether two turns were under way at the same time, as a turn and itself were."""
+    first, last = sorted((one.plan, other.plan), key=lambda plan: plan.number)
+    return places[first.number] >= last.num_recorded
+
+
+def _find_rejected(record: EpisodeRecord, places: Mapping[int, int]) -> set[int]:
+    """Return the turns whose messages a later request repeats and goes on without the reply.
+
+    Agents do so after a reply that they could not read: they say what is wrong, and ask again. What
+    follows from the assistant or a tool says nothing: the reply was used in other words.
+    """
+    asked = defaultdict(list)
+    for number, recorded in record.turns.items():
+        asked[recorded.plan.digests.full[-1]].append(number)
+    rejected: set[int] = set()
+    for recorded in record.turns.values():
+        plan = recorded.plan
+        num_known = len(plan.digests.full) - len(plan.messages)
+        for place, message in enumerate(plan.messages[1:], start=num_known):
+            if message.role in ("user", "system"):
+                for number in asked.get(plan.digests.full[place], ()):
+                    if places[number] < plan.num_recorded:
+                        rejected.add(number)
+    return rejected
+
+
+def _list_places(record: EpisodeRecord) -> dict[int, int]:
+    """Return the place of each turn in the order in which they were answered."""
+    return {number: place for place, number in enumerate(record.turns)}
 
 
 def _name_causes(record: EpisodeRecord) -> dict[int, str]:

@@ -61,6 +61,8 @@ class PlannedTurn:
     context_ids: np.ndarray
     """[T] int32, every token that the model reads."""
     digests: Digests
+    num_recorded: int
+    """Turns that were answered when it was planned."""
     has_tools: bool
     model: str
     """Model that the client asked for."""
@@ -145,6 +147,7 @@ class EpisodeRecord:
             prompt_ids=prompt_ids,
             context_ids=np.concatenate(context),
             digests=digests,
+            num_recorded=len(self.turns),
             has_tools=bool(request.tools),
             model=request.model,
             role=role,
@@ -208,6 +211,7 @@ class EpisodeRecord:
             prompt_ids=prompt_ids,
             context_ids=context_ids,
             digests=Digests.of_tokens(context_ids),
+            num_recorded=len(self.turns),
             has_tools=False,
             model=request.model,
             role=role,
