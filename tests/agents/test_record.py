@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -183,6 +184,52 @@ def test_quoted_replies_keep_their_sampled_tokens(renderers):
     text = talk.read(plan)
     assert "<|im_start|>assistant\nx<|im_end|>\n<|im_start|>user\nso<|im_end|>" in text
     assert "<|im_start|>assistant\nba<|im_end|>\n<|im_start|>user\ngo on" in text
+
+
+class Numbered(Talk):
+    """An episode whose replies are equal as messages, and numbered as tokens."""
+
+    def ask_for_yes(self, *messages, number):
+        return self.ask(*messages, reply=f"{number}", told=said("yes"))
+
+    def list_quoted(self, plan):
+        return re.findall(r"assistant\n(.*)<\|im_end\|>", self.read(plan))
+
+
+def test_equal_replies_are_quoted_from_the_conversation_that_is_rewritten_in_its_order(renderers):
+    talk = Numbered(renderers["qwen3"])
+    yes, other = said("yes"), replace(SYSTEM, content="You search.")
+    history = [SYSTEM]
+    for number in range(3):
+        history += [user(f"q{number}"), yes]
+        talk.ask_for_yes(*history[:-1], number=number)
+    for number in range(3, 6):
+        talk.ask_for_yes(other, user(f"other {number}"), number=number)
+    on = user("on")
+    # The end of a history, its beginning, and all of it under other messages of the user.
+    for messages, quoted in (
+        ([SYSTEM, user("summary"), *history[3:], on], ["1", "2"]),
+        ([SYSTEM, user("q0"), yes, user("q1"), yes, user("changed"), yes, on], ["0", "1", "2"]),
+        ([SYSTEM, user("changed"), *history[2:5], on], ["0", "1"]),
+        ([SYSTEM, user("a"), yes, user("b"), yes, user("c"), yes, on], ["0", "1", "2"]),
+        # Each once, and only then those of others.
+        ([SYSTEM, user("x"), yes, *history[1:], on], ["5", "0", "1", "2"]),
+    ):
+        plan = talk.record.plan(ChatRequest(messages=tuple(messages)))
+        assert talk.list_quoted(plan) == quoted
+        assert plan.relation == "rewritten"
+
+
+def test_a_history_that_is_rewritten_again_quotes_what_the_first_one_quoted(renderers):
+    talk = Numbered(renderers["qwen3"])
+    yes = said("yes")
+    for number, content in enumerate("abc"):
+        # At each step all messages of the user are other ones.
+        messages = [SYSTEM]
+        for _ in range(number):
+            messages += [user(content), yes]
+        plan = talk.ask_for_yes(*messages, user(content), number=number)
+        assert talk.list_quoted(plan) == ["0", "1", "2"][:number]
 
 
 def test_two_continuations_of_one_reply_share_their_beginning(qwen):

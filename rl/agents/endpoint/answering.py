@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.agents.dialects.reply_reader import ParsedReply, read_reply
-from rl.agents.endpoint.record import EpisodeRecord, PlannedTurn
+from rl.agents.endpoint.record import EpisodeRecord
+from rl.agents.endpoint.turns import PlannedTurn
 from rl.agents.types import BadRequestError, ChatReply, ChatRequest, ReplyEnd, RequestError
 from rl.rollouts.control_tokens import RefusedMessageError
 from rl.rollouts.renderer import Renderer

@@ -14,7 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from rl.agents.endpoint.record import EpisodeRecord, RecordedTurn
+from rl.agents.endpoint.record import EpisodeRecord
+from rl.agents.endpoint.turns import RecordedTurn
 from rl.types import Branch, BranchRole, Turn
 
 ROLES: tuple[BranchRole, ...] = get_args(BranchRole)

@@ -24,7 +24,8 @@ from rl.agents.endpoint.answering import (
     read_answer,
 )
 from rl.agents.endpoint.branches import Conversations, list_conversations
-from rl.agents.endpoint.record import EpisodeRecord, PlannedTurn
+from rl.agents.endpoint.record import EpisodeRecord
+from rl.agents.endpoint.turns import PlannedTurn
 from rl.agents.settings import ClientRules, EpisodeSettings
 from rl.agents.types import ChatRequest, RequestError
 from rl.protocols import TokenGenerator

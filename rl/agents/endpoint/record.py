@@ -22,11 +22,13 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from rl.agents.endpoint.canonical import Digests, chain, digest_message, digest_tokens
+from rl.agents.endpoint.quotes import Quotes
+from rl.agents.endpoint.turns import PlannedTurn, RecordedTurn, Relation
 from rl.agents.types import BadRequestError, ChatRequest, ToolSpec
 from rl.rollouts.control_tokens import RefusedMessageError
 from rl.rollouts.renderer import Renderer
@@ -34,48 +36,6 @@ from rl.rollouts.samples import make_demonstrated_completion
 from rl.rollouts.templates import CallFormat
 from rl.tools.tool import announce, describe, render_call
 from rl.types import Completion, Message, Turn
-
-Relation = Literal["", "rewritten", "system", "tools", "template"]
-"""What a conversation without a recorded beginning has changed of one with a beginning.
-
-rewritten: its history; system, tools: its system message or its tools; template: nothing, but the
-renderer cannot continue it; "": it has nothing in common with any.
-"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PlannedTurn:
-    """A turn without its reply."""
-
-    number: int
-    """Place in the order of the requests."""
-    parent: int | None
-    """Number of the turn that it continues; None: it begins a conversation."""
-    relation: Relation
-    origin: int | None
-    """Number of a turn of the conversation that `relation` speaks of."""
-    messages: tuple[Message, ...]
-    """Messages since the parent's reply, or the whole conversation."""
-    prompt_ids: np.ndarray
-    """[N] int32, these messages as tokens."""
-    context_ids: np.ndarray
-    """[T] int32, every token that the model reads."""
-    digests: Digests
-    num_recorded: int
-    """Turns that were answered when it was planned."""
-    has_tools: bool
-    model: str
-    """Model that the client asked for."""
-    role: str = ""
-    """Role of the conversation as the client named it; empty: it did not."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RecordedTurn:
-    """A turn with its reply."""
-
-    plan: PlannedTurn
-    turn: Turn
 
 
 @dataclass(kw_only=True, eq=False)
@@ -98,8 +58,6 @@ class EpisodeRecord:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _ends: dict[bytes, int] = field(default_factory=dict)
     """Turn that ends a conversation with this digest, of any of the three kinds."""
-    _replies: dict[bytes, int] = field(default_factory=dict)
-    """Last turn with a reply, by the reply's digest."""
     _token_ends: dict[int, dict[bytes, int]] = field(default_factory=dict)
     """Last turn by the number and the digest of its tokens, prompt and reply. Filled when a prompt
     comes as tokens, which it does in few episodes."""
@@ -109,6 +67,9 @@ class EpisodeRecord:
     """First turn that begins a conversation, by the digest of its opening."""
     _asked: dict[tuple[int | None, bytes], PlannedTurn] = field(default_factory=dict)
     """Last turn that asked the same, by its parent and the digest of the whole request."""
+
+    def __post_init__(self) -> None:
+        self._quotes = Quotes(turns=self.turns)
 
     def plan(self, request: ChatRequest, *, role: str = "") -> PlannedTurn:
         """Find the conversation that a request continues, and render what is new.
@@ -131,7 +92,7 @@ class EpisodeRecord:
         if prompt_ids is None:
             relation, origin = self._relate(request, digests, last=last, refused=parent)
             parent, num_known = None, 0
-            prompt_ids = self._render_whole(request, digests)
+            prompt_ids = self._render_whole(request, digests, origin=origin)
 
         context = [prompt_ids]
         if parent is not None:
@@ -165,7 +126,7 @@ class EpisodeRecord:
         self.turns[plan.number] = RecordedTurn(plan=plan, turn=turn)
         self.undelivered.add(plan.number)
         reply = digest_message(told)
-        self._replies[reply] = plan.number
+        self._quotes.add(reply, number=plan.number)
         for beginnings in (plan.digests.full, plan.digests.messages, plan.digests.bare):
             (end,) = chain(beginnings[-1], [reply])
             self._ends[end] = plan.number
@@ -262,10 +223,9 @@ class EpisodeRecord:
             by_bare = self._ends.get(digests.bare[last])
             if by_bare is not None:
                 return "system", by_bare
-        for m in reversed(request.messages):
-            quoted = self._replies.get(digest_message(m)) if m.role == "assistant" else None
-            if quoted is not None:
-                return "rewritten", quoted
+        quoted = self._quotes.find_origin(request.messages, opening=digests.opening)
+        if quoted is not None:
+            return "rewritten", quoted
         # Histories are often replaced by a summary, under the same system message and tools.
         same = self._openings.get(digests.opening)
         return ("", None) if same is None else ("rewritten", same)
@@ -301,16 +261,19 @@ class EpisodeRecord:
                 raise
             return self.renderer.continuation(tell_by_user(messages), after=after)
 
-    def _render_whole(self, request: ChatRequest, digests: Digests) -> np.ndarray:
+    def _render_whole(
+        self, request: ChatRequest, digests: Digests, *, origin: int | None
+    ) -> np.ndarray:
         """Return the tokens of a whole conversation, with recorded replies as they were sampled."""
         asked = self._asked.get((None, digests.full[-1]))
         if asked is not None:
             return asked.prompt_ids
         opening, *rounds = _split_rounds(request.messages)
+        quoted = self._quotes.find_turns(request.messages, origin=origin)
         try:
             parts = [self._open(opening, request.tools)]
-            for reply, further in rounds:
-                completion = self._find_reply(reply)
+            for (reply, further), number in zip(rounds, quoted, strict=True):
+                completion = self._take_reply(reply, number=number)
                 parts += [
                     completion.token_ids,
                     self._render_further(further, after=completion),
@@ -335,9 +298,8 @@ class EpisodeRecord:
         announced = Message(role="system", content=announce(tools, system or self.renderer.system))
         return self.renderer.opening([announced, *others])
 
-    def _find_reply(self, reply: Message) -> Completion:
+    def _take_reply(self, reply: Message, *, number: int | None) -> Completion:
         """Return a recorded reply, or an assistant's message that the model has not written."""
-        number = self._replies.get(digest_message(reply))
         if number is not None:
             return self.turns[number].turn.completion
         text = write_reply(reply, call_format=self.renderer.template.call_format)

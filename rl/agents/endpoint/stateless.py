@@ -23,7 +23,8 @@ from rl.agents.endpoint.answering import (
     read_answer,
 )
 from rl.agents.endpoint.episode import RequestIdentity
-from rl.agents.endpoint.record import EpisodeRecord, PlannedTurn
+from rl.agents.endpoint.record import EpisodeRecord
+from rl.agents.endpoint.turns import PlannedTurn
 from rl.agents.types import BadRequestError, ChatRequest
 from rl.protocols import TokenGenerator
 from rl.rollouts.renderer import Renderer
