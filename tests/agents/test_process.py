@@ -105,11 +105,14 @@ def test_command_returns_its_output_and_status(played):
     [
         (("sh", "-c", "exit 3"), 3, "exit status 3"),
         (("sh", "-c", "kill -SEGV $$"), -11, "ended by SIGSEGV"),
+        (("sh", "-c", "kill -9 $$"), -9, "ended by SIGKILL, perhaps because memory ran out"),
+        (("sh", "-c", "sh -c 'kill -9 $$'; exit $?"), 137,
+         "exit status 137, perhaps because memory ran out"),
         (("no-such-program",), 127, "exit status 127"),
         (("/etc/passwd",), 126, "exit status 126"),
         (("echo", "\ud800"), 126, "exit status 126"),
     ],
-)
+)  # fmt: skip
 def test_failed_command_is_an_error_with_its_status(played, command, status, says):
     result = played.play(*command)
     assert (result.reason, result.status, result.describe()) == ("error", status, says)
@@ -389,6 +392,13 @@ def test_full_folder_ends_an_agent_that_runs(played):
 def test_single_file_is_bounded_by_the_kernel(played):
     result = played.play("dd", "if=/dev/zero", "of=big", "bs=1M", max_folder_bytes=1 << 20)
     assert (result.reason, result.status) == ("folder limit", -signal.SIGXFSZ)
+
+
+def test_agents_are_killed_first_when_memory_runs_out(played):
+    own = Path("/proc/self/oom_score_adj").read_text()
+    code = "cat /proc/self/oom_score_adj; cat /proc/$PPID/oom_score_adj"
+    assert played.play("sh", "-c", code).output == f"1000\n{own}"
+    assert played.call("read_scores").value == ["1000\n", own]
 
 
 # What agents leave behind

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from rl.agents.players.oom import be_killed_first
 from rl.utils.compat import exit_at_once
 from rl.utils.descendants import is_killed_with
 
@@ -63,6 +64,7 @@ def run_function(
 
 def _become_program(env: Mapping[str, str], *, output: int) -> None:
     """Give this process what a program of its own would have."""
+    be_killed_first()
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)

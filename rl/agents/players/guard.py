@@ -29,6 +29,7 @@ from typing import Any
 
 from rl.agents.players.folder import PlayFolder
 from rl.agents.players.function import MAX_VALUE_BYTES, run_function
+from rl.agents.players.oom import let_children_be_killed_first
 from rl.agents.players.plays import NOT_FOUND, NOT_STARTED, AgentResult, AgentSpec, PlayEnd
 from rl.utils.descendants import END_S, adopt_orphans, end_children, list_children
 
@@ -202,14 +203,15 @@ class _Play:
         return pid
 
     def _start_command(self, command: Sequence[str], *, env: Mapping[str, str]) -> int:
-        self._process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=self._writing,
-            stderr=self._writing,
-            start_new_session=True,
-        )
+        with let_children_be_killed_first():
+            self._process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=self._writing,
+                stderr=self._writing,
+                start_new_session=True,
+            )
         return self._process.pid
 
     def _fork_function(self, function: Callable[[Any], Any], *, env: Mapping[str, str]) -> int:

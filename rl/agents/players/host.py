@@ -89,7 +89,7 @@ class AgentHost:
         except AgentProcessLostError as error:
             logger.warning("an agent's guard was lost: %s", error)
             return AgentResult(
-                reason="error",
+                reason="lost",
                 status=-signal.SIGKILL,
                 output=f"relay: {error}",
                 wall_s=0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -10,9 +11,9 @@ from typing import Any, Literal
 from rl.utils.printing import describe_value
 from rl.utils.processes import signal_name
 
-PlayEnd = Literal["ok", "error", "time limit", "output limit", "folder limit", "ended"]
+PlayEnd = Literal["ok", "error", "time limit", "output limit", "folder limit", "ended", "lost"]
 """Reason why a play ended: the agent's own end, with exit status 0 or another, one of its limits,
-or the owner, who asked for it."""
+the owner, who asked for it, or the loss of the agent's guard."""
 EPISODE_VARIABLES = (
     "OPENAI_BASE_URL",
     "OPENAI_API_BASE",
@@ -144,10 +145,13 @@ class AgentResult:
 
     def describe(self) -> str:
         """Return the end of the play in a few words, for messages."""
-        if self.reason in ("ok", "ended"):
+        if self.reason in ("ok", "ended", "lost"):
             return self.reason
         if self.reason != "error":
             return f"stopped at its {self.reason}"
+        how = f"exit status {self.status}"
         if self.status < 0:
-            return f"ended by {signal_name(-self.status)}"
-        return f"exit status {self.status}"
+            how = f"ended by {signal_name(-self.status)}"
+        # The guard's own kills have other reasons. A shell tells of its command's end by 128 + 9.
+        is_killed = self.status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        return f"{how}, perhaps because memory ran out" if is_killed else how
