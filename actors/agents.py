@@ -21,6 +21,7 @@ from rl.agents.program import AgentProgram
 from rl.agents.settings import EpisodeSettings
 from rl.agents.types import PlayedEpisode, make_failed_play
 from rl.config.configurable import Configurable
+from rl.http.open_files import raise_open_files
 from rl.observability.spans import span
 from rl.rollouts.renderer import Renderer
 from rl.types import Problem
@@ -55,7 +56,6 @@ class AgentEndpoint(Actor, Configurable):
         """Start the server, and the process that plays agents."""
         # Imported here: the web framework takes time, and a run without agents does not need it.
         from rl.agents.players.host import open_host
-        from rl.http.server import raise_open_files
 
         raise_open_files()
         self._stack.enter_context(reduce_collections())

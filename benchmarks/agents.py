@@ -39,7 +39,8 @@ from rl.agents.endpoint.episodes import Endpoint
 from rl.agents.rollouts import AgentEpisodes
 from rl.agents.settings import EpisodeSettings
 from rl.agents.types import ChatRequest
-from rl.http.server import format_url, listen, make_server, raise_open_files
+from rl.http.open_files import raise_open_files
+from rl.http.server import format_url, listen, make_server
 from rl.models.files.assets import resolve_assets
 from rl.models.files.tokenizer import load_tokenizer
 from rl.rollouts.renderer import RendererConfig, make_renderer

@@ -20,7 +20,7 @@ from torch import nn
 
 from actors.config import RunConfig
 from actors.launch.placement import count_gpus, fits_shared, place_actors, trains_on_gpu
-from actors.preflight.agents import check_address
+from actors.preflight.agents import check_address, check_agent_limits
 from actors.preflight.capability import CUDA_CAPABILITY, FLASH_CAPABILITY
 from actors.trainer import PolicyTrainer
 from rl.config.rules import find_faults
@@ -180,6 +180,8 @@ def find_machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine)
         check_installed(config.sinks)
     with faults.collect():
         check_address(config)
+    with faults.collect():
+        check_agent_limits(config)
     if machine.gpu_capability is not None and not config.launch.on_cluster:
         faults += _find_capability_faults(
             machine.gpu_capability,

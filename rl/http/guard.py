@@ -5,7 +5,6 @@ before its body is looked at.
 from __future__ import annotations
 
 import asyncio
-import resource
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection
@@ -14,18 +13,11 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rl.http.open_files import limit_connections
+
 BODY_TIMEOUT_S = 60.0
 ALL_BODIES_BYTES = 2**30
 """Bytes of all bodies that are being read or answered."""
-MAX_CONNECTIONS = 4096
-"""Open connections. A client waits for up to 2,000 samples on as many connections."""
-
-
-def limit_connections() -> int:
-    """Return the limit on open connections; the other half of the process's files is for
-    checkpoints and processes.
-    """
-    return min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class RefusedError(Exception):

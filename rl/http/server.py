@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
 import sys
 from collections.abc import Iterator
@@ -13,15 +12,13 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rl.http.guard import limit_connections
+from rl.http.open_files import limit_connections
 
 HEADER_BYTES = 65_536
 """Bytes of a request's line and headers."""
 BACKLOG = 128
 """Connections that the kernel keeps until they are accepted. asyncio accepts as many at a time, and
 logs an error for each of them that it cannot open a file for."""
-OPEN_FILES = 16_384
-"""Open files that a server process asks for."""
 WRITE_TIMEOUT_S = 30.0
 """Time after which the kernel closes a connection whose client does not take its answer."""
 DRAIN_TIMEOUT_S = 5.0
@@ -84,13 +81,6 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
     # notebook they cannot be installed.
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
     return server
-
-
-def raise_open_files() -> None:
-    """Raise this process's soft limit on open files, often 1,024, within its hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < (most := min(OPEN_FILES, hard)):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from contextlib import suppress
 
 from rl.agents.endpoint.stateless import ChatModel, StatelessAnswerer
 from rl.http.keys import Keys
-from rl.http.server import format_url, make_server, raise_open_files
+from rl.http.open_files import raise_open_files
+from rl.http.server import format_url, make_server
 from rl.http.signals import stop_on_signals
 from rl.local import LocalBackend
 from rl.models.converter import ModelConverter

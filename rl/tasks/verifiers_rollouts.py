@@ -26,7 +26,7 @@ from rl.agents.players.local import open_local_player
 from rl.agents.rollouts import AgentPlayer
 from rl.agents.settings import EpisodeSettings
 from rl.agents.types import PlayedEpisode
-from rl.http.server import raise_open_files
+from rl.http.open_files import raise_open_files
 from rl.protocols import TokenGenerator
 from rl.rollouts.renderer import Renderer
 from rl.tasks.verifiers_private import lend_client

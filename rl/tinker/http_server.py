@@ -22,7 +22,8 @@ from rl.config.configurable import Configurable
 from rl.config.registry import RunRequest
 from rl.config.tree import check_bounds
 from rl.http.keys import Keys, check_reach, read_keys
-from rl.http.server import format_url, listen, make_server, raise_open_files
+from rl.http.open_files import raise_open_files
+from rl.http.server import format_url, listen, make_server
 from rl.http.signals import END_TIMEOUT_S, stop_on_signals
 from rl.observability.console import print_line
 from rl.rollouts.renderer import RendererConfig

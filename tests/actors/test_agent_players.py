@@ -16,6 +16,7 @@ from actors.config import RecoveryConfig
 from actors.launch.calls import ActorCallError, ActorLostError, ActorTimeoutError
 from rl.agents.endpoint.queue import QueuedGenerator
 from rl.agents.program import AgentProgram
+from rl.agents.settings import EpisodeSettings
 from rl.types import Problem
 from rl.utils.errors import RunError
 from tests.support.agent_endpoint import make_settings
@@ -119,10 +120,12 @@ class Generator:
         return []
 
 
-def play(client: AgentClient, generator: Any = None) -> asyncio.Task[Any]:
+def play(
+    client: AgentClient, generator: Any = None, *, settings: EpisodeSettings = SETTINGS
+) -> asyncio.Task[Any]:
     return asyncio.create_task(
         client.play(
-            PROBLEM, settings=SETTINGS, time_limit_s=60.0, generator=generator or Generator()
+            PROBLEM, settings=settings, time_limit_s=60.0, generator=generator or Generator()
         )
     )
 
@@ -140,6 +143,24 @@ def test_cancelled_play_ends_its_agent():
             await asyncio.sleep(0.1)
             assert actor.host.num_ended == 1
             assert not actor.actor._plays
+
+    run_in_virtual_time(scenario())
+
+
+def test_wait_for_other_agents_takes_nothing_of_the_time_limit():
+    async def scenario():
+        actor = AgentActor()
+        limits = []
+
+        async def stay(problem, *, settings, time_limit_s):
+            limits.append((now_s(), time_limit_s))
+            await asyncio.sleep(50)
+
+        actor.host.play = stay  # type: ignore[method-assign]
+        client = AgentClient(actor.group(), max_running=1)
+        async with client.answer_calls():
+            await asyncio.gather(*(play(client, settings=make_settings()) for _ in range(2)))
+        assert limits == [(0, 60), (50, 60)]
 
     run_in_virtual_time(scenario())
 

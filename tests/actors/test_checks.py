@@ -1,6 +1,7 @@
 """Configs that are refused before a run starts, although only its end would fail."""
 
 import re
+import resource
 import shutil
 import socket
 from dataclasses import replace
@@ -191,6 +192,30 @@ def test_a_model_larger_than_memory_is_refused_with_both_sizes(caplog):
     # A compiled model may need less.
     config.trainer.compile.enable = True
     assert memory_faults(config, memory_bytes=least - 1) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "says"),
+    [
+        ("RLIMIT_NOFILE", 1024, "must be at most 256, as agents hold 2 connections each, and the"),
+        ("RLIMIT_NPROC", 600, "must be less than 300, as agents have 2 processes each, and a user"),
+        ("RLIMIT_NOFILE", 1 << 20, None),
+    ],
+)
+def test_more_agents_than_the_system_has_files_or_processes_for_are_refused(
+    monkeypatch, name, limit, says
+):
+    limits = {resource.RLIMIT_NOFILE: 1 << 20, resource.RLIMIT_NPROC: 1 << 20}
+    limits[getattr(resource, name)] = limit
+    monkeypatch.setattr("resource.getrlimit", lambda which: (limits[which],) * 2)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    config = calculator_agent()
+    assert config.agents is not None
+    assert config.model is not None
+    config.agents.max_running = 300
+    machine = Machine(num_gpus=0, gpu_bytes=None, num_cores=8, memory_bytes=64 << 30)
+    found = list(find_machine_faults(config, spec=config.model, machine=machine))
+    assert [f"agents.max_running=300: {says}" in fault for fault in found] == [True] * bool(says)
 
 
 def test_address_where_agents_could_not_reach_the_endpoint_is_refused():

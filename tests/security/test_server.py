@@ -271,7 +271,7 @@ def test_answer_that_nobody_takes_closes_its_connection(tmp_path, monkeypatch):
 def test_client_is_told_to_wait_for_no_more_samples_than_its_share_of_connections(
     tmp_path, monkeypatch, connections, samples
 ):
-    monkeypatch.setattr("rl.http.guard.MAX_CONNECTIONS", connections)
+    monkeypatch.setattr("rl.http.open_files.MAX_CONNECTIONS", connections)
     monkeypatch.setattr("resource.getrlimit", lambda which: (10_000, 10_000))
     service = fake_service(tmp_path)
     config = asyncio.run(service.get_client_config(cast(Any, None)))
@@ -304,8 +304,8 @@ def test_paths_without_a_key_take_no_body():
 
 def test_bodies_and_requests_of_one_key_leave_room_for_those_of_another(monkeypatch):
     monkeypatch.setattr("rl.tinker.auth.SMALL_BYTES", 100)
-    for name, value in (("ALL_BODIES_BYTES", 300), ("MAX_CONNECTIONS", 10)):
-        monkeypatch.setattr(f"rl.http.guard.{name}", value)
+    monkeypatch.setattr("rl.http.guard.ALL_BODIES_BYTES", 300)
+    monkeypatch.setattr("rl.http.open_files.MAX_CONNECTIONS", 10)
 
     async def endless():
         yield b"x" * 60

@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from tinker import types as wire
 from tinker.types.try_again_response import TryAgainResponse
 
-from rl.http.guard import limit_connections
+from rl.http.open_files import limit_connections
 from rl.rollouts.renderer import RendererConfig
 from rl.tinker.backend import TinkerBackend
 from rl.tinker.service.chat import Chats
