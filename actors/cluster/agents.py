@@ -212,7 +212,8 @@ class AgentClient:
                 call.prompts, sampling=call.sampling, session=call.session
             )
         except Exception as error:
-            if _ends_run(error):
+            # Not the error of an episode that was given up, such as by a restart of the trainer.
+            if _ends_run(error) and call.session in self._generators:
                 raise
             logger.warning("an agent's request failed: %r", error)
             return GenerateAnswer(id=call.id, completions=None, error=str(error))

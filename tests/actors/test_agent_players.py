@@ -111,10 +111,12 @@ class AgentActor(Mortal):
 class Generator:
     """Generator whose calls end with an error, if there is one."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None, *, takes_s: float = 0.0) -> None:
         self.error = error
+        self.takes_s = takes_s
 
     async def generate(self, prompts: Any, **options: Any) -> Any:
+        await asyncio.sleep(self.takes_s)
         if self.error is not None:
             raise self.error
         return []
@@ -245,6 +247,24 @@ def test_loss_of_all_generators_ends_the_run(error):
         async with client.answer_calls():
             with pytest.raises(type(error), match=str(error)):
                 await play(client, Generator(error))
+
+    run_in_virtual_time(scenario())
+
+
+def test_loss_of_all_generators_after_an_episode_ends_nothing():
+    async def scenario():
+        actor = AgentActor(asks=True)
+        # The actor does not cancel its call.
+        actor._end_plays = lambda keys: asyncio.sleep(0)  # type: ignore[attr-defined]
+        client = AgentClient(actor.group(), max_running=4)
+        async with client.answer_calls():
+            playing = play(client, Generator(RunError("no weights"), takes_s=5.0))
+            await asyncio.sleep(1)
+            assert client._running
+            playing.cancel()
+            await asyncio.sleep(10)
+            assert not client._running
+            assert not client._failed.done()
 
     run_in_virtual_time(scenario())
 
