@@ -127,14 +127,15 @@ def test_client_decides_the_sampling_where_the_rules_say_so():
     run(scenario, rules=ClientRules(honours_sampling=True))
 
 
-def test_stop_text_is_told_without_it_and_matched_without_it():
+def test_stop_text_is_told_without_it_and_matched_with_and_without_it():
     async def scenario(served):
         first = await served.chat(HI, stop=["Observation:"])
         assert first["choices"][0]["message"]["content"] == "Think. "
-        echo = {"role": "assistant", "content": "Think."}
-        await served.chat(HI, echo, {"role": "user", "content": "go"})
-        (branch,) = served.episode.list_conversations(trained=()).branches
-        assert branch.turns == (0, 1)
+        for number, content in enumerate(("Think.", "Think. Observation:", "Think. Observation")):
+            echo = {"role": "assistant", "content": content}
+            await served.chat(HI, echo, {"role": "user", "content": f"go {number}"})
+        branches = served.episode.list_conversations(trained=()).branches
+        assert [branch.turns for branch in branches] == [(0, 1), (0, 2), (3,)]
         assert served.episode.record.turns[0].turn.text == "Think. Observation:"
 
     run(scenario, lambda text: "Think. Observation:")

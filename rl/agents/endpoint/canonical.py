@@ -1,7 +1,8 @@
 """Canonical form of conversations, in which they are compared.
 
 Arguments of calls are JSON with sorted keys, and an assistant's text has no white space around it.
-Ids, thoughts, parameters and the order of tools do not count.
+Ids, thoughts, parameters and the order of tools do not count. Whether an agent repeats the stop
+text that has ended a reply does not count either: the record notes such a reply in both forms.
 """
 
 from __future__ import annotations

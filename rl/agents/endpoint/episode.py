@@ -240,7 +240,13 @@ class AgentEpisode:
             request, plan, completion, renderer=self.renderer, model=self.rules.name
         )
         async with self._recording:
-            self.record.add(plan, completion, text=answer.text, told=answer.parsed.message)
+            self.record.add(
+                plan,
+                completion,
+                text=answer.text,
+                told=answer.parsed.message,
+                stop_text=answer.reply.stop_text,
+            )
         if request.requires_call and not answer.parsed.calls:
             self.counts["missed_calls"] += 1
         return answer

@@ -21,7 +21,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -118,18 +118,30 @@ class EpisodeRecord:
             self._openings.setdefault(digests.opening, plan.number)
         return plan
 
-    def add(self, plan: PlannedTurn, completion: Completion, *, text: str, told: Message) -> None:
-        """Record a reply; `told` is the message that the client was told."""
+    def add(
+        self,
+        plan: PlannedTurn,
+        completion: Completion,
+        *,
+        text: str,
+        told: Message,
+        stop_text: str | None = None,
+    ) -> None:
+        """Record a reply; `told` is the message that the client was told, without its stop text."""
         turn = Turn(
             messages=plan.messages, prompt_ids=plan.prompt_ids, completion=completion, text=text
         )
         self.turns[plan.number] = RecordedTurn(plan=plan, turn=turn)
         self.undelivered.add(plan.number)
-        reply = digest_message(told)
-        self._quotes.add(reply, number=plan.number)
-        for beginnings in (plan.digests.full, plan.digests.messages, plan.digests.bare):
-            (end,) = chain(beginnings[-1], [reply])
-            self._ends[end] = plan.number
+        echoes = [told]
+        # Some agents put back the stop text, such as a closing tag, which the model has written.
+        if stop_text is not None and told.content and not told.calls:
+            echoes.append(replace(told, content=told.content + stop_text))
+        for reply in map(digest_message, echoes):
+            self._quotes.add(reply, number=plan.number)
+            for beginnings in (plan.digests.full, plan.digests.messages, plan.digests.bare):
+                (end,) = chain(beginnings[-1], [reply])
+                self._ends[end] = plan.number
 
     @property
     def num_tokens(self) -> int:
