@@ -35,8 +35,8 @@ class Branch:
     leading turns."""
     role: BranchRole = "main"
     cause: str = ""
-    """Reason why this is a branch of its own: "rewritten", "system", "tools", "template", "again"
-    or "agent"; empty for the first."""
+    """Reason why this is a branch of its own: "fork", "again", "rewritten", "system", "tools" or
+    "agent"; empty for the first."""
     is_trained: bool = True
 
     def __post_init__(self) -> None:

@@ -85,14 +85,22 @@ class EpisodeRecord:
         last = _find_last_reply(request.messages)
         parent = None if last is None else self._ends.get(digests.full[last])
         relation: Relation = ""
-        origin, num_known, prompt_ids = None, 0, None
+        origin, num_known = None, 0
         if parent is not None and last is not None:
             num_known = last + 1
-            prompt_ids = self._continue(request, digests, parent=parent, begin=num_known)
-        if prompt_ids is None:
-            relation, origin = self._relate(request, digests, last=last, refused=parent)
-            parent, num_known = None, 0
-            prompt_ids = self._render_whole(request, digests, origin=origin)
+        else:
+            relation, origin = self._relate(request, digests, last=last)
+        try:
+            if parent is not None:
+                prompt_ids = self._continue(request, digests, parent=parent, begin=num_known)
+            else:
+                prompt_ids = self._render_whole(request, digests, origin=origin)
+        except RefusedMessageError:
+            raise
+        except ValueError as error:
+            raise BadRequestError(
+                f"messages cannot be rendered for this model: {error}", field="messages"
+            ) from error
 
         context = [prompt_ids]
         if parent is not None:
@@ -223,11 +231,9 @@ class EpisodeRecord:
     # Finding
 
     def _relate(
-        self, request: ChatRequest, digests: Digests, *, last: int | None, refused: int | None
+        self, request: ChatRequest, digests: Digests, *, last: int | None
     ) -> tuple[Relation, int | None]:
         """Return what a new conversation has changed, and a turn of the one it changed."""
-        if refused is not None:
-            return "template", refused
         if last is not None:
             by_messages = self._ends.get(digests.messages[last])
             if by_messages is not None:
@@ -246,18 +252,13 @@ class EpisodeRecord:
 
     def _continue(
         self, request: ChatRequest, digests: Digests, *, parent: int, begin: int
-    ) -> np.ndarray | None:
-        """Return the tokens of the messages from `begin` on; None if the renderer refuses them."""
+    ) -> np.ndarray:
+        """Return the tokens of the messages from `begin` on."""
         asked = self._asked.get((parent, digests.full[-1]))
         if asked is not None:
             return asked.prompt_ids
         completion = self.turns[parent].turn.completion
-        try:
-            return self._render_further(request.messages[begin:], after=completion)
-        except RefusedMessageError:
-            raise
-        except ValueError:  # by the template, for these messages
-            return None
+        return self._render_further(request.messages[begin:], after=completion)
 
     def _render_further(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
         """Return the tokens of messages after a reply.
@@ -282,20 +283,10 @@ class EpisodeRecord:
             return asked.prompt_ids
         opening, *rounds = _split_rounds(request.messages)
         quoted = self._quotes.find_turns(request.messages, origin=origin)
-        try:
-            parts = [self._open(opening, request.tools)]
-            for (reply, further), number in zip(rounds, quoted, strict=True):
-                completion = self._take_reply(reply, number=number)
-                parts += [
-                    completion.token_ids,
-                    self._render_further(further, after=completion),
-                ]
-        except RefusedMessageError:
-            raise
-        except ValueError as error:
-            raise BadRequestError(
-                f"messages cannot be rendered for this model: {error}", field="messages"
-            ) from error
+        parts = [self._open(opening, request.tools)]
+        for (reply, further), number in zip(rounds, quoted, strict=True):
+            completion = self._take_reply(reply, number=number)
+            parts += [completion.token_ids, self._render_further(further, after=completion)]
         return np.concatenate(parts)
 
     def _open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> np.ndarray:

@@ -10,11 +10,11 @@ import numpy as np
 from rl.agents.endpoint.canonical import Digests
 from rl.types import Message, Turn
 
-Relation = Literal["", "rewritten", "system", "tools", "template"]
+Relation = Literal["", "rewritten", "system", "tools"]
 """What a conversation without a recorded beginning has changed of one with a beginning.
 
-rewritten: its history; system, tools: its system message or its tools; template: nothing, but the
-renderer cannot continue it; "": it has nothing in common with any.
+rewritten: its history; system, tools: its system message or its tools; "": it has nothing in common
+with any.
 """
 
 
