@@ -505,9 +505,18 @@ def test_count_tokens_counts_what_a_reply_reads():
 
 def test_a_client_names_the_role_of_a_conversation():
     async def scenario(served):
-        await served.chat(HI, headers={"x_relay_role": "auxiliary"})
+        for role in ("auxiliary", "superseded", "sub-agent", "main"):
+            await served.chat({"role": "user", "content": role}, headers={"x_relay_role": role})
+        # What Codex says of its sub-agents.
+        await served.chat(HI, headers={"x_openai_subagent": "review"})
         branches = served.episode.list_conversations(trained=("main",)).branches
-        assert [(branch.role, branch.is_trained) for branch in branches] == [("auxiliary", False)]
+        assert [(branch.role, branch.is_trained) for branch in branches] == [
+            ("auxiliary", False),
+            ("superseded", False),
+            ("sub-agent", False),
+            ("main", True),
+            ("sub-agent", False),
+        ]
         body = {"model": "m", "messages": [HI]}
         wrong = await served.post("/v1/chat/completions", body, x_relay_role="judge")
         assert wrong.status_code == 400
