@@ -14,6 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+CallFormat = Literal["hermes", "llama"]
+"""hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen3 writes calls; llama:
+a reply that begins with such objects, with `parameters` or `arguments`, after `<|python_tag|>` or
+without it, separated by `;` or white space."""
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 THOUGHT_MARKS = {
     "<think>": "</think>",

@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from rl.models.files.tokenizer import IM_END, IM_START
-from rl.rollouts.replies import find_open_thought, split_reply
+from rl.rollouts.replies import CallFormat, find_open_thought, split_reply
 from rl.types import Message
-
-CallFormat = Literal["hermes", "llama"]
-"""Form of tool calls in a reply: `<tool_call>{...}</tool_call>`, or a bare JSON object."""
 
 NO_THOUGHTS = "<think>\n\n</think>\n\n"
 """Beginning of a reply in Qwen3's own template if `enable_thinking` is false."""

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from rl.agents.dialects import chat, completions, messages, responses, tokens
-from rl.agents.dialects.reply_reader import ParsedReply, ReplyEvent, ReplyReader, find_end
-from rl.agents.dialects.writing import ReplyStream
+from rl.agents.dialects.reply_reader import ParsedReply, ReplyEvent, ReplyReader
 from rl.agents.types import ChatReply, ChatRequest
 from rl.types import Completion, Message
 
 DIALECTS: dict[str, Any] = {"chat": chat, "responses": responses, "messages": messages}
-STREAMS: dict[str, Callable[..., ReplyStream]] = {
+STREAMS: dict[str, Callable[..., Any]] = {
     "chat": chat.ChatStream,
     "responses": responses.ResponsesStream,
     "messages": messages.MessagesStream,
@@ -64,12 +63,13 @@ def make_reply(parsed: ParsedReply, *, text: str = "", **more: Any) -> ChatReply
         policy_versions=np.zeros(4, np.int32),
         finish_reason=finish_reason,
     )
+    end = "tool_calls" if parsed.calls else "stop"
     fields: dict[str, Any] = {
         "id": "r1",
         "created": 1_700_000_000,
         "model": "policy",
         "text": text,
-        "end": find_end(finish_reason, has_calls=bool(parsed.calls)),
+        "end": "length" if finish_reason == "length" else end,
         "prompt_ids": np.array([4, 5, 6], dtype=np.int32),
         "completion": completion,
         "cached_tokens": 2,

@@ -22,14 +22,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rl.agents.dialects.json_scanner import JsonScanner
-from rl.agents.types import ReplyCall, ReplyEnd
-from rl.rollouts.replies import CALL_CLOSE, CALL_OPEN, MAX_CALLS, THOUGHT_MARKS, decode_json
-from rl.types import FinishReason, Message, ToolCall
+from rl.agents.types import ReplyCall
+from rl.rollouts.replies import (
+    CALL_CLOSE,
+    CALL_OPEN,
+    MAX_CALLS,
+    THOUGHT_MARKS,
+    CallFormat,
+    decode_json,
+)
+from rl.types import Message, ToolCall
 
-CallFormat = Literal["hermes", "llama"]
-"""hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen3 writes calls; llama:
-a reply that begins with such objects, with `parameters` or `arguments`, after `<|python_tag|>` or
-without it, separated by `;` or white space."""
 PYTHON_TAG = "<|python_tag|>"
 ARGUMENTS = {"hermes": ("arguments",), "llama": ("arguments", "parameters")}
 """Names of a call's arguments."""
@@ -113,13 +116,6 @@ def _join_last(joined: list[ReplyEvent], texts: list[str]) -> None:
         assert isinstance(last, TextDelta)
         joined[-1] = TextDelta(kind=last.kind, text="".join([last.text, *texts]))
         texts.clear()
-
-
-def find_end(finish_reason: FinishReason, *, has_calls: bool) -> ReplyEnd:
-    """Return the end that clients are told of a completion."""
-    if finish_reason != "stop":
-        return "length"
-    return "tool_calls" if has_calls else "stop"
 
 
 class ReplyReader:

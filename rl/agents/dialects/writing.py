@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rl.agents.dialects.reply_reader import ReplyEvent, TextDelta
 from rl.agents.types import (
-    NO_TOKENS,
     ChatReply,
     ChatRequest,
     ReplyEnd,
-    RequestError,
     TokenPiece,
 )
 from rl.types import ToolCall
@@ -33,18 +31,6 @@ OPENAI_TYPES = {
     429: "rate_limit_error",
 }
 """Type of an error by its status; invalid_request_error for other 4xx, server_error for 5xx."""
-
-
-class ReplyStream(Protocol):
-    """Server-sent events of one reply: `start`, `add` for each piece, then `finish` or `fail`."""
-
-    def start(self) -> bytes: ...
-
-    def add(self, events: Sequence[ReplyEvent], *, tokens: TokenPiece = NO_TOKENS) -> bytes: ...
-
-    def finish(self, reply: ChatReply) -> bytes: ...
-
-    def fail(self, error: RequestError) -> bytes: ...
 
 
 def write_json(value: Any) -> str:

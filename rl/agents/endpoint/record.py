@@ -32,8 +32,8 @@ from rl.agents.endpoint.turns import PlannedTurn, RecordedTurn, Relation
 from rl.agents.types import BadRequestError, ChatRequest, ToolSpec
 from rl.rollouts.control_tokens import RefusedMessageError
 from rl.rollouts.renderer import Renderer
+from rl.rollouts.replies import CallFormat
 from rl.rollouts.samples import make_demonstrated_completion
-from rl.rollouts.templates import CallFormat
 from rl.tools.tool import announce, describe, render_call
 from rl.types import Completion, Message, Turn
 
