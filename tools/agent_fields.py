@@ -31,8 +31,8 @@ ignored.
 
 - Texts of the assistant's parts are joined as they are, other texts by a line break. Roles
   `developer` and `system` are the same.
-- Consecutive items of the assistant in `/v1/responses`, and consecutive messages of the assistant
-  in `/v1/messages`, are one message.
+- Consecutive messages of the assistant, and its consecutive items in `/v1/responses`, are one
+  message.
 - Text that a model writes after a call of a tool is told as content, behind the call.
 - A call that is damaged or cut off is content, as the model wrote it.
 """

@@ -208,7 +208,8 @@ class PlayedEpisode:
     end: EndReason
     failure: str | None
     state: Mapping[str, Any]
-    """What reward functions read: exit_status, output, value, files, reward, posted, wall_s."""
+    """What reward functions read of a program: exit_status, output, value, files, posted, asked and
+    wall_s."""
     metrics: Mapping[str, float]
 
 

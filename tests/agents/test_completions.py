@@ -142,7 +142,7 @@ def test_reply_ends_before_a_stop_text_and_calls_stay_text(answerer):
 
 
 def test_prompt_that_fills_the_context_or_is_empty_is_refused(answerer):
-    with pytest.raises(RequestError, match="prompt is too long: 120 tokens > 120 maximum"):
+    with pytest.raises(RequestError, match="prompt is too long: 120 tokens > 119 maximum"):
         ask(answerer, prompt="x" * 120)
     with pytest.raises(BadRequestError, match="prompt='' must have at least one token"):
         ask(answerer, prompt="")

@@ -16,7 +16,13 @@ import pytest
 from rl.agents.dialects import chat
 from rl.agents.endpoint.episode import LONG_CHARS
 from rl.agents.settings import ClientRules
-from tests.support.agent_endpoint import make_byte_renderer, make_settings, serve
+from rl.types import Message
+from tests.support.agent_endpoint import (
+    make_byte_renderer,
+    make_qwen_renderer,
+    make_settings,
+    serve,
+)
 
 HI = {"role": "user", "content": "Hi"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -358,16 +364,19 @@ def test_an_ended_episode_is_a_409():
     run(scenario)
 
 
-def test_a_prompt_beyond_the_context_is_recognised_by_agents():
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_a_prompt_beyond_the_context_is_recognised_by_agents(num_more):
+    num_frame = len(make_qwen_renderer().opening([Message(role="user", content="")]))
+    num = 100 + num_more
+
     async def scenario(served):
-        long = {"role": "user", "content": "x" * 200}
+        long = {"role": "user", "content": "x" * (num - num_frame)}
         answer = await served.post("/v1/chat/completions", {"model": "m", "messages": [long]})
         error = answer.json()["error"]
         assert answer.status_code == 400
         assert error["code"] == "context_length_exceeded"
         assert error["param"] == "messages"
-        assert "prompt is too long: " in error["message"]
-        assert "tokens > 100 maximum" in error["message"]
+        assert f"prompt is too long: {num} tokens > 99 maximum" in error["message"]
 
     run(scenario, max_context=100)
 

@@ -142,7 +142,7 @@ def test_unknown_model_is_not_found(answerer):
 def test_prompt_beyond_the_context_is_too_long(answerer):
     error = refuse(answerer, Message(role="user", content="x" * 400))
     num_tokens = 400 + len(ask(answerer).reply.prompt_ids) - len("Hi")
-    assert error.message.startswith(f"prompt is too long: {num_tokens} tokens > 400 maximum")
+    assert error.message.startswith(f"prompt is too long: {num_tokens} tokens > 399 maximum")
     assert (error.status, error.code) == (400, "context_length_exceeded")
 
 

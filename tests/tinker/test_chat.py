@@ -164,7 +164,7 @@ def test_prompt_beyond_the_context_is_refused_before_weights_are_loaded(tokenize
         long = [{"role": "user", "content": "x" * 100}]
         answer = await chat(client, path, messages=long)
         assert answer.status_code == 400
-        assert "prompt is too long: 119 tokens > 100 maximum" in answer.text
+        assert "prompt is too long: 119 tokens > 99 maximum" in answer.text
         assert client.backend.names().count("open") == num_opened
 
     run(scenario)
@@ -183,7 +183,7 @@ def test_completions_continue_a_text_or_tokens_of_any_weights(tokenizer):
             assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 1)
             assert len(answer.json()["choices"][0]["logprobs"]["token_logprobs"]) == 1
         for fields, status, said in (
-            ({"prompt": "x" * 100}, 400, "prompt is too long: 100 tokens > 100 maximum"),
+            ({"prompt": "x" * 100}, 400, "prompt is too long: 100 tokens > 99 maximum"),
             ({"prompt": "x", "model": "gpt-7"}, 404, "must be tiny, or the path"),
             ({"prompt": ["x", "y"]}, 400, "prompt has 2 prompts: a request has one reply"),
         ):

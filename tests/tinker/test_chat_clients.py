@@ -163,7 +163,7 @@ def test_errors_are_those_that_the_clients_know(server, calling):
             ),
         ),
     ):
-        with pytest.raises(error, match="prompt is too long: 2019 tokens > 1024 maximum"):
+        with pytest.raises(error, match="prompt is too long: 2019 tokens > 1023 maximum"):
             ask()
     with pytest.raises(openai.BadRequestError, match=r"frequency_penalty=0\.5"):
         chat(mine, frequency_penalty=0.5)

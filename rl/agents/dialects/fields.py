@@ -1,6 +1,6 @@
 """Every field of a request that clients are known to send, and what becomes of it.
 
-One table serves the three dialects, their errors and docs/agent_fields.md. A field that is not in
+One table serves all dialects, their errors and docs/agent_fields.md. A field that is not in
 it is refused by name, as a field that was misspelled would be. Names are those of the clients
 openai, anthropic, openai-agents, pydantic-ai, smolagents, langchain-openai, litellm, Claude Code
 and Codex, and those of vLLM, on which tools for RL rely.

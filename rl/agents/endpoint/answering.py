@@ -144,9 +144,10 @@ def make_context_error(num_tokens: int, *, most: int) -> RequestError:
 
     Agents recognise it by these words, and shorten their history.
     """
+    # A prompt of `most` tokens is too long as well: its reply has at least one token.
     return RequestError(
-        f"prompt is too long: {num_tokens} tokens > {most} maximum. This model's maximum context "
-        f"length is {most} tokens, and the messages have {num_tokens} tokens",
+        f"prompt is too long: {num_tokens} tokens > {most - 1} maximum. This model's maximum "
+        f"context length is {most} tokens with the reply, and the messages have {num_tokens}",
         status=400,
         code="context_length_exceeded",
         field="messages",
