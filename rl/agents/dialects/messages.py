@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.agents.dialects.fields import FIELDS, check_fields, check_refused
+from rl.agents.dialects.checking import check_fields, check_refused
+from rl.agents.dialects.fields import FIELDS
 from rl.agents.dialects.reading import (
     Conversation,
     check_arguments,

@@ -14,7 +14,8 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
-from rl.agents.dialects.fields import FIELDS, Dialect, check_refused, show_value
+from rl.agents.dialects.checking import check_refused, show_value
+from rl.agents.dialects.fields import FIELDS, Dialect
 from rl.agents.types import BadRequestError, ToolSpec
 from rl.rollouts.replies import decode_json
 from rl.tools.tool import NAME

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl.agents.dialects.fields import FIELDS, HOSTED_TOOLS, check_fields, check_refused
+from rl.agents.dialects.checking import check_fields, check_refused
+from rl.agents.dialects.fields import FIELDS, HOSTED_TOOLS
 from rl.agents.dialects.reading import (
     Conversation,
     check_arguments,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl.agents.dialects.fields import check_fields, show_value
+from rl.agents.dialects.checking import check_fields, show_value
 from rl.agents.dialects.reading import (
     MAX_TOP_LOGPROBS,
     count_harmless,

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl.agents.dialects.fields import show_value
+from rl.agents.dialects.checking import show_value
 from rl.agents.endpoint.answering import (
     SEED_BITS,
     Answer,
