@@ -14,14 +14,16 @@ from examples.agents.calculator import ask
 
 MAX_TURNS = 3
 """Replies after which the history is summed up, before the next question."""
-SUB_AGENT = {"role": "system", "content": "Work out one product."}
+SUB_AGENT = {"x-relay-role": "sub-agent"}
+"""Header of the sub-agent's requests. With a system message of its own it would need none."""
 
 
 async def solve(problem: Any) -> list[str]:
     """Answer the products of a problem, the first one by a sub-agent."""
     first, *others = problem.question.split()
     async with AsyncOpenAI() as client:
-        answers = [await ask(client, [SUB_AGENT, {"role": "user", "content": first}])]
+        sub_agent = client.with_options(default_headers=SUB_AGENT)
+        answers = [await ask(sub_agent, [{"role": "user", "content": first}])]
         summary = [f"{first}{answers[0]}"]
         messages: list[Any] = []
         for asked in others:

@@ -514,17 +514,20 @@ def test_count_tokens_counts_what_a_reply_reads():
 
 def test_a_client_names_the_role_of_a_conversation():
     async def scenario(served):
+        # The same question each time: conversations of two roles have nothing in common.
         for role in ("auxiliary", "superseded", "sub-agent", "main"):
-            await served.chat({"role": "user", "content": role}, headers={"x_relay_role": role})
+            await served.chat(HI, headers={"x_relay_role": role})
         # What Codex says of its sub-agents.
-        await served.chat(HI, headers={"x_openai_subagent": "review"})
+        await served.chat(
+            {"role": "user", "content": "bye"}, headers={"x_openai_subagent": "review"}
+        )
         branches = served.episode.list_conversations(trained=("main",)).branches
-        assert [(branch.role, branch.is_trained) for branch in branches] == [
-            ("auxiliary", False),
-            ("superseded", False),
-            ("sub-agent", False),
-            ("main", True),
-            ("sub-agent", False),
+        assert [(branch.role, branch.cause, branch.is_trained) for branch in branches] == [
+            ("auxiliary", "", False),
+            ("superseded", "agent", False),
+            ("sub-agent", "agent", False),
+            ("main", "agent", True),
+            ("sub-agent", "rewritten", False),
         ]
         body = {"model": "m", "messages": [HI]}
         wrong = await served.post("/v1/chat/completions", body, x_relay_role="judge")

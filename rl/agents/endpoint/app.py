@@ -231,8 +231,8 @@ async def _reply(request: Request, answerer: Answerer) -> Response:
     dialect = DIALECTS[path]
     raw = await request.body()
     wanted = dialect.read_request(_read_json(raw))
-    identity = _identify(path, raw, request.headers)
     role = _read_role(request.headers)
+    identity = _identify(path, raw, request.headers, role=role)
     answering = asyncio.ensure_future(answerer.reply(wanted, identity=identity, role=role))
     if wanted.is_streamed:
         await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
@@ -382,13 +382,13 @@ def _read_json(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _identify(path: str, raw: bytes, headers: Headers) -> RequestIdentity:
+def _identify(path: str, raw: bytes, headers: Headers, *, role: str) -> RequestIdentity:
     """Return what tells a request from others of its episode."""
     name = headers.get("idempotency-key")
     content = raw if name is None else b"named " + name.encode()
     retries = headers.get(FIRST_TRY)
     return RequestIdentity(
-        digest=hashlib.blake2b(path.encode() + b"\0" + content, digest_size=16).digest(),
+        digest=hashlib.blake2b(f"{path}\0{role}\0".encode() + content, digest_size=16).digest(),
         is_first_try=None if retries is None or name is not None else retries == "0",
     )
 

@@ -73,7 +73,10 @@ def _list_siblings(record: EpisodeRecord) -> list[list[RecordedTurn]]:
     siblings = defaultdict(list)
     for number in sorted(record.turns):
         recorded = record.turns[number]
-        siblings[recorded.plan.parent, recorded.plan.digests.full[-1]].append(recorded)
+        plan = recorded.plan
+        # Conversations of two roles may begin alike.
+        role = plan.role if plan.parent is None else ""
+        siblings[plan.parent, role, plan.digests.full[-1]].append(recorded)
     return [*siblings.values()]
 
 

@@ -63,8 +63,8 @@ class EpisodeRecord:
     comes as tokens, which it does in few episodes."""
     _num_digested: int = 0
     """Turns that `_token_ends` has."""
-    _openings: dict[bytes, int] = field(default_factory=dict)
-    """First turn that begins a conversation, by the digest of its opening."""
+    _openings: dict[tuple[str, bytes], int] = field(default_factory=dict)
+    """First turn that begins a conversation, by its named role and the digest of its opening."""
     _asked: dict[tuple[int | None, bytes], PlannedTurn] = field(default_factory=dict)
     """Last turn that asked the same, by its parent and the digest of the whole request."""
 
@@ -89,7 +89,7 @@ class EpisodeRecord:
         if parent is not None and last is not None:
             num_known = last + 1
         else:
-            relation, origin = self._relate(request, digests, last=last)
+            relation, origin = self._relate(request, digests, last=last, role=role)
         try:
             if parent is not None:
                 prompt_ids = self._continue(request, digests, parent=parent, begin=num_known)
@@ -123,7 +123,7 @@ class EpisodeRecord:
         )
         self._asked[parent, digests.full[-1]] = plan
         if parent is None:
-            self._openings.setdefault(digests.opening, plan.number)
+            self._openings.setdefault((role, digests.opening), plan.number)
         return plan
 
     def add(
@@ -198,7 +198,7 @@ class EpisodeRecord:
             role=role,
         )
         if parent is None:
-            self._openings.setdefault(plan.digests.opening, plan.number)
+            self._openings.setdefault((role, plan.digests.opening), plan.number)
         return plan
 
     def _find_beginning(self, token_ids: np.ndarray) -> int | None:
@@ -231,7 +231,7 @@ class EpisodeRecord:
     # Finding
 
     def _relate(
-        self, request: ChatRequest, digests: Digests, *, last: int | None
+        self, request: ChatRequest, digests: Digests, *, last: int | None, role: str
     ) -> tuple[Relation, int | None]:
         """Return what a new conversation has changed, and a turn of the one it changed."""
         if last is not None:
@@ -245,7 +245,7 @@ class EpisodeRecord:
         if quoted is not None:
             return "rewritten", quoted
         # Histories are often replaced by a summary, under the same system message and tools.
-        same = self._openings.get(digests.opening)
+        same = self._openings.get((role, digests.opening))
         return ("", None) if same is None else ("rewritten", same)
 
     # Rendering
