@@ -269,6 +269,14 @@ def test_replies_that_no_client_has_got_count_only_if_they_were_continued(qwen):
     assert qwen.list_branches() == [((0,), "superseded", ""), ((1, 2), "main", "again")]
 
 
+def test_a_conversation_whose_last_reply_no_client_has_got_counts_up_to_that_reply(qwen):
+    qwen.ask(user("Task"), reply="a")
+    qwen.ask(user("Task"), said("a"), user("on"), reply="b")
+    request = ChatRequest(messages=(user("Task"), said("a"), user("on"), said("b"), user("on")))
+    qwen.answer(qwen.record.plan(request), reply="c", is_delivered=False)
+    assert qwen.list_branches() == [((0, 1), "main", ""), ((0, 1, 2), "superseded", "")]
+
+
 def test_a_reply_without_which_a_later_request_goes_on_is_superseded(qwen):
     qwen.ask(SYSTEM, user("Task"), reply="bad")
     qwen.ask(SYSTEM, user("Task"), user("No JSON."), reply="a")

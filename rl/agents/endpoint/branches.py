@@ -38,17 +38,17 @@ def list_conversations(record: EpisodeRecord, *, trained: Collection[BranchRole]
     roles = _assign_roles(record)
     causes = _name_causes(record)
     superseded = _find_superseded(record)
-    continued = {record.turns[number].plan.parent for number in numbers}
+    # A conversation also ends where everything that continues it is superseded.
+    used = [number for number in numbers if number not in superseded]
+    ends = superseded | (set(used) - {record.turns[number].plan.parent for number in used})
 
     branches = []
     known: set[int] = set()
-    for leaf in numbers:
-        if leaf in continued:
-            continue
-        path = _list_path(record, leaf)
+    for end in sorted(ends):
+        path = _list_path(record, end)
         first_new = next(number for number in path if number not in known)
         known.update(path)
-        role = "superseded" if leaf in superseded else roles[path[0]]
+        role = "superseded" if end in superseded else roles[path[0]]
         branches.append(
             Branch(
                 turns=tuple(places[number] for number in path),
