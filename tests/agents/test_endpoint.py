@@ -1,4 +1,4 @@
-"""The endpoint over HTTP: replies, retries, disconnections, limits and errors."""
+"""The endpoint over HTTP: replies, retries and disconnections."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ import pytest
 from rl.agents.dialects import chat
 from rl.agents.endpoint.episode import LONG_CHARS
 from rl.agents.settings import ClientRules
-from rl.types import Message
 from tests.support.agent_endpoint import (
     make_byte_renderer,
-    make_qwen_renderer,
     make_settings,
-    serve,
+    run_served,
+    wait_until,
 )
 
 HI = {"role": "user", "content": "Hi"}
@@ -30,14 +29,6 @@ ADD = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
 }
-
-
-def run(scenario, *args, **options):
-    async def serve_it():
-        async with serve(*args, **options) as served:
-            return await asyncio.wait_for(scenario(served), 30)
-
-    return asyncio.run(serve_it())
 
 
 def test_conversation_with_a_tool_is_one_branch_of_recorded_tokens():
@@ -59,7 +50,9 @@ def test_conversation_with_a_tool_is_one_branch_of_recorded_tokens():
         assert usage["prompt_tokens_details"]["cached_tokens"] == num_before
         assert [turn.text for turn in found.turns] == [CALL, "It is 3."]
 
-    run(scenario, lambda text: "It is 3." if "<tool_response>" in text else CALL, max_reply=128)
+    run_served(
+        scenario, lambda text: "It is 3." if "<tool_response>" in text else CALL, max_reply=128
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +76,7 @@ def test_every_dialect_answers_whole_and_streamed(path, body):
         causes = [b.cause for b in served.episode.list_conversations(trained=()).branches]
         assert causes == ["", "again"]
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_key_is_read_from_either_header_or_the_path():
@@ -101,7 +94,7 @@ def test_key_is_read_from_either_header_or_the_path():
             assert answer.status_code == 401
             assert answer.json()["error"]["type"] == "authentication_error"
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_other_hosts_are_refused():
@@ -109,7 +102,7 @@ def test_other_hosts_are_refused():
         answer = await served.post("/v1/chat/completions", {}, host="evil.example")
         assert answer.status_code == 421
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_run_decides_the_sampling():
@@ -121,7 +114,7 @@ def test_run_decides_the_sampling():
         asked = {"model": ["any"], "temperature": [0.2], "top_p": [0.5], "seed": [1]}
         assert served.episode.asked == asked
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_client_decides_the_sampling_where_the_rules_say_so():
@@ -130,7 +123,7 @@ def test_client_decides_the_sampling_where_the_rules_say_so():
         _, sampling = served.generator.calls[0]
         assert (sampling.temperature, sampling.top_p) == (0.2, 0.5)
 
-    run(scenario, rules=ClientRules(honours_sampling=True))
+    run_served(scenario, rules=ClientRules(honours_sampling=True))
 
 
 def test_stop_text_is_told_without_it_and_matched_with_and_without_it():
@@ -144,7 +137,7 @@ def test_stop_text_is_told_without_it_and_matched_with_and_without_it():
         assert [branch.turns for branch in branches] == [(0, 1), (0, 2), (3,)]
         assert served.episode.record.turns[0].turn.text == "Think. Observation:"
 
-    run(scenario, lambda text: "Think. Observation:")
+    run_served(scenario, lambda text: "Think. Observation:")
 
 
 def test_stop_text_in_the_thought_that_the_prompt_opens_ends_nothing(tmp_path):
@@ -156,7 +149,7 @@ def test_stop_text_in_the_thought_that_the_prompt_opens_ends_nothing(tmp_path):
         assert served.episode.record.turns[0].turn.text == "<think>\nHm.\nNo."
 
     renderer = make_byte_renderer(tmp_path, "qwen3_5_think")
-    run(scenario, lambda text: "Hm.\nNo.", renderer=renderer)
+    run_served(scenario, lambda text: "Hm.\nNo.", renderer=renderer)
 
 
 # Retries
@@ -169,21 +162,21 @@ def test_same_bytes_are_answered_once():
         assert len(served.generator.calls) == 1
         assert served.episode.counts["retries"] == 1
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_a_retry_waits_for_the_reply_under_way():
     async def scenario(served):
         served.generator.go_on = asyncio.Event()
         first = asyncio.create_task(served.chat(HI, headers={"x_stainless_retry_count": "0"}))
-        await _until(lambda: served.generator.calls)
+        await wait_until(lambda: served.generator.calls)
         second = asyncio.create_task(served.chat(HI, headers={"x_stainless_retry_count": "1"}))
-        await _until(lambda: served.episode.counts["retries"])
+        await wait_until(lambda: served.episode.counts["retries"])
         served.generator.go_on.set()
         assert await first == await second
         assert len(served.generator.calls) == 1
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_equal_first_tries_at_the_same_time_are_samples_of_their_own():
@@ -191,13 +184,13 @@ def test_equal_first_tries_at_the_same_time_are_samples_of_their_own():
         served.generator.go_on = asyncio.Event()
         headers = {"x_stainless_retry_count": "0"}
         asking = [asyncio.create_task(served.chat(HI, headers=headers)) for _ in range(3)]
-        await _until(lambda: len(served.generator.calls) == 3)
+        await wait_until(lambda: len(served.generator.calls) == 3)
         served.generator.go_on.set()
         await asyncio.gather(*asking)
         assert len({sampling.seed for _, sampling in served.generator.calls}) == 3
         assert served.episode.counts["retries"] == 0
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_an_answer_is_given_three_times_to_a_client_that_does_not_count():
@@ -206,7 +199,7 @@ def test_an_answer_is_given_three_times_to_a_client_that_does_not_count():
         assert replies[0] == replies[1] == replies[2] != replies[3]
         assert len(served.generator.calls) == 2
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_refused_requests_are_not_kept():
@@ -214,9 +207,9 @@ def test_refused_requests_are_not_kept():
         for number in range(5):
             body = {"model": "m", "messages": [{"role": "user", "content": "x" * (300 + number)}]}
             assert (await served.post("/v1/chat/completions", body)).status_code == 400
-        await _until(lambda: not served.episode._answers)
+        await wait_until(lambda: not served.episode._answers)
 
-    run(scenario, max_context=100)
+    run_served(scenario, max_context=100)
 
 
 def test_a_first_try_after_a_delivered_reply_is_another_sample():
@@ -227,7 +220,7 @@ def test_a_first_try_after_a_delivered_reply_is_another_sample():
         seeds = [sampling.seed for _, sampling in served.generator.calls]
         assert seeds[0] != seeds[1]
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_idempotency_key_names_the_request():
@@ -238,7 +231,7 @@ def test_idempotency_key_names_the_request():
         assert first == second
         assert len(served.generator.calls) == 1
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_a_client_that_times_out_and_asks_again_gets_the_first_reply():
@@ -251,15 +244,15 @@ def test_a_client_that_times_out_and_asks_again_gets_the_first_reply():
                 headers={"x-api-key": served.key},
                 timeout=0.2,
             )
-        await _until(lambda: served.episode.counts["disconnects"])
+        await wait_until(lambda: served.episode.counts["disconnects"])
         again = asyncio.create_task(served.chat(HI))
-        await _until(lambda: served.episode.counts["retries"])
+        await wait_until(lambda: served.episode.counts["retries"])
         served.generator.go_on.set()
         await again
         assert len(served.generator.calls) == 1
         assert served.generator.cancelled == 0
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_a_reply_that_no_client_has_got_is_superseded():
@@ -270,17 +263,17 @@ def test_a_reply_that_no_client_has_got_is_superseded():
 
         served.generator.go_on = asyncio.Event()
         asking = asyncio.create_task(served.chat(HI))
-        await _until(lambda: served.generator.calls)
+        await wait_until(lambda: served.generator.calls)
         asking.cancel()
-        await _until(lambda: served.episode.counts["disconnects"])
+        await wait_until(lambda: served.episode.counts["disconnects"])
         served.generator.go_on.set()
-        await _until(lambda: served.episode.record.turns)
+        await wait_until(lambda: served.episode.record.turns)
         assert list_roles() == [("superseded", False)]
         await served.chat(HI)
         assert list_roles() == [("main", True)]
         assert len(served.generator.calls) == 1
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_a_client_that_is_gone_cancels_its_reply(monkeypatch):
@@ -289,12 +282,12 @@ def test_a_client_that_is_gone_cancels_its_reply(monkeypatch):
     async def scenario(served):
         served.generator.go_on = asyncio.Event()
         asking = asyncio.create_task(served.chat(HI))
-        await _until(lambda: served.generator.calls)
+        await wait_until(lambda: served.generator.calls)
         asking.cancel()
-        await _until(lambda: served.generator.cancelled)
+        await wait_until(lambda: served.generator.cancelled)
         assert served.episode.list_conversations(trained=()).turns == ()
 
-    run(scenario)
+    run_served(scenario)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +315,7 @@ def test_a_stream_shows_signs_of_life(path, sign, last, monkeypatch):
             rest = [line async for line in lines]
         assert rest[-2] == last
 
-    run(scenario)
+    run_served(scenario)
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
@@ -342,164 +335,13 @@ def test_a_client_that_stops_reading_is_cut_off_and_counted(is_streamed, monkeyp
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nx-api-key: {served.key}\r\n"
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         with contextlib.closing(client):
-            await _until(lambda: served.episode.counts["cut_off"])
+            await wait_until(lambda: served.episode.counts["cut_off"])
             assert served.episode.record.undelivered == {0}
 
-    run(scenario)
+    run_served(scenario)
 
 
-# Limits and errors
-
-
-def test_an_ended_episode_is_a_409():
-    async def scenario(served):
-        served.endpoint.end(served.episode)
-        answer = await served.post("/v1/messages", {"model": "m", "messages": [HI]})
-        assert answer.status_code == 409
-        assert answer.json() == {
-            "type": "error",
-            "error": {"type": "conflict_error", "message": "the episode has ended"},
-        }
-
-    run(scenario)
-
-
-@pytest.mark.parametrize("num_more", [0, 1])
-def test_a_prompt_beyond_the_context_is_recognised_by_agents(num_more):
-    num_frame = len(make_qwen_renderer().opening([Message(role="user", content="")]))
-    num = 100 + num_more
-
-    async def scenario(served):
-        long = {"role": "user", "content": "x" * (num - num_frame)}
-        answer = await served.post("/v1/chat/completions", {"model": "m", "messages": [long]})
-        error = answer.json()["error"]
-        assert answer.status_code == 400
-        assert error["code"] == "context_length_exceeded"
-        assert error["param"] == "messages"
-        assert f"prompt is too long: {num} tokens > 99 maximum" in error["message"]
-
-    run(scenario, max_context=100)
-
-
-def test_reply_is_cut_to_what_is_left_or_refused():
-    async def scenario(served):
-        reply = await served.chat(HI, max_tokens=16_384)
-        assert served.generator.calls[0][1].max_tokens == 64
-        assert reply["choices"][0]["finish_reason"] == "stop"
-
-    run(scenario)
-
-    async def refused(served):
-        body = {"model": "m", "messages": [HI], "max_tokens": 65}
-        answer = await served.post("/v1/chat/completions", body)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "max_tokens"
-
-    run(refused, rules=ClientRules(refuses_long_replies=True))
-
-
-def test_number_of_replies_is_limited():
-    async def scenario(served):
-        await served.chat(HI)
-        answer = await served.post("/v1/chat/completions", {"model": "m", "messages": [HI, HI]})
-        assert answer.status_code == 403
-        assert "its 1 replies" in answer.json()["error"]["message"]
-        assert served.episode.reached == "turns"
-
-    run(scenario, max_requests=1)
-
-
-def test_replies_under_way_count_as_replies():
-    async def scenario(served):
-        served.generator.go_on = asyncio.Event()
-        headers = {"x_stainless_retry_count": "0"}
-        body = {"model": "m", "messages": [HI]}
-        asking = [served.post("/v1/chat/completions", body, **headers) for _ in range(5)]
-        tasks = [asyncio.create_task(one) for one in asking]
-        await _until(lambda: sum(task.done() for task in tasks) == 3)
-        served.generator.go_on.set()
-        answers = await asyncio.gather(*tasks)
-        assert sorted(answer.status_code for answer in answers) == [200, 200, 403, 403, 403]
-
-    run(scenario, max_requests=2)
-
-
-def test_refused_requests_use_up_no_replies_and_are_limited_by_themselves(monkeypatch):
-    monkeypatch.setattr("rl.agents.endpoint.episode.UNANSWERED_AT_LEAST", 2)
-
-    async def ask(served, content):
-        body = {"model": "m", "messages": [{"role": "user", "content": content}]}
-        answer = await served.post("/v1/chat/completions", body)
-        return answer.status_code, answer.json().get("error", {}).get("message", "")
-
-    async def scenario(served):
-        for number in range(11):
-            assert (await ask(served, "x" * (200 + number)))[0] == 400
-        assert (await ask(served, "Hi"))[0] == 200
-        assert "its 1 replies" in (await ask(served, "Ho"))[1]
-
-    async def loop(served):
-        for number in range(12):
-            await ask(served, "x" * (200 + number))
-        assert await ask(served, "Hi") == (
-            403,
-            "the episode has had 12 requests without a reply, its limit",
-        )
-        assert served.episode.reached is None
-
-    run(scenario, max_context=100, max_requests=1)
-    run(loop, max_context=100, max_requests=1)
-
-
-def test_tokens_of_all_turns_are_limited():
-    async def scenario(served):
-        await served.chat(HI)
-        answer = await served.post("/v1/chat/completions", {"model": "m", "messages": [HI, HI]})
-        assert answer.status_code == 403
-        assert served.episode.reached == "tokens"
-
-    run(scenario, max_tokens=50)
-
-
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [HI], "logit_bias": {"1": 2}}, "logit_bias"),
-        ({"messages": [HI], "tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"messages": [HI, {"role": "assistant", "content": "a"}]}, "messages"),
-    ],
-)
-def test_bad_fields_are_named(body, field):
-    async def scenario(served):
-        answer = await served.post("/v1/chat/completions", {"model": "m"} | body)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == field
-
-    run(scenario)
-
-
-def test_a_large_body_an_invalid_one_and_an_unknown_path_are_refused():
-    async def scenario(served):
-        large = await served.post("/v1/chat/completions", b"x" * 200)
-        broken = await served.post("/v1/responses", b"{")
-        unknown = await served.post("/v1/embeddings", {})
-        assert [large.status_code, broken.status_code, unknown.status_code] == [413, 400, 404]
-        for answer in (large, broken, unknown):
-            assert answer.json()["error"]["message"]
-
-    run(scenario, max_body_bytes=150)
-
-
-def test_model_names_are_accepted_unless_the_rules_list_them():
-    async def scenario(served):
-        answer = await served.post("/v1/chat/completions", {"model": "gpt-4o", "messages": [HI]})
-        assert answer.status_code == 404
-        assert answer.json()["error"]["code"] == "model_not_found"
-        listed = await served.http.get(f"{served.url}/v1/models", headers={"x-api-key": served.key})
-        assert [model["id"] for model in listed.json()["data"]] == ["mine"]
-
-    run(scenario, rules=ClientRules(models=("mine",)))
+# Other paths and headers
 
 
 def test_count_tokens_counts_what_a_reply_reads():
@@ -509,7 +351,7 @@ def test_count_tokens_counts_what_a_reply_reads():
         reply = await served.post("/v1/messages", body | {"max_tokens": 9})
         assert count.json() == {"input_tokens": reply.json()["usage"]["input_tokens"]}
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_a_client_names_the_role_of_a_conversation():
@@ -534,7 +376,7 @@ def test_a_client_names_the_role_of_a_conversation():
         assert wrong.status_code == 400
         assert "must be main, sub-agent, auxiliary" in wrong.json()["error"]["message"]
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_reward_is_taken_from_the_agent():
@@ -548,7 +390,7 @@ def test_reward_is_taken_from_the_agent():
             answer = await served.post("/v1/reward", json.dumps(body).encode())
             assert answer.status_code == 400
 
-    run(scenario)
+    run_served(scenario)
 
 
 def test_keys_are_in_no_log(caplog):
@@ -560,16 +402,9 @@ def test_keys_are_in_no_log(caplog):
         assert served.key not in repr(served.episode.settings)
         return served.key
 
-    key = run(scenario)
+    key = run_served(scenario)
     logged = [r.getMessage() for r in caplog.records if r.name.startswith(("rl", "uvicorn"))]
     assert not any(key in text for text in logged)
-
-
-async def _until(condition):
-    """Wait until a condition is true."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def test_episode_with_a_long_text_does_not_hold_up_the_others(monkeypatch):
@@ -601,4 +436,4 @@ def test_episode_with_a_long_text_does_not_hold_up_the_others(monkeypatch):
         # A request of the same episode waits, so that the order of the turns is that of requests.
         assert short.status_code == 200
 
-    run(scenario)
+    run_served(scenario)

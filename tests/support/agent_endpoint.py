@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -168,3 +168,20 @@ async def serve(
         endpoint.close()
         server.should_exit = True
         await serving
+
+
+def run_served(scenario: Callable[[Served], Awaitable[Any]], *args: Any, **options: Any) -> Any:
+    """Return the result of a scenario at an endpoint with the options of `serve`."""
+
+    async def serve_it() -> Any:
+        async with serve(*args, **options) as served:
+            return await asyncio.wait_for(scenario(served), 30)
+
+    return asyncio.run(serve_it())
+
+
+async def wait_until(condition: Callable[[], Any]) -> None:
+    """Wait until a condition is true."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)

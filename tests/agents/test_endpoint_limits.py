@@ -1,0 +1,164 @@
+"""The endpoint over HTTP: limits of an episode, and errors."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rl.agents.settings import ClientRules
+from rl.types import Message
+from tests.support.agent_endpoint import make_qwen_renderer, run_served, wait_until
+
+HI = {"role": "user", "content": "Hi"}
+
+
+def test_an_ended_episode_is_a_409():
+    async def scenario(served):
+        served.endpoint.end(served.episode)
+        answer = await served.post("/v1/messages", {"model": "m", "messages": [HI]})
+        assert answer.status_code == 409
+        assert answer.json() == {
+            "type": "error",
+            "error": {"type": "conflict_error", "message": "the episode has ended"},
+        }
+
+    run_served(scenario)
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_a_prompt_beyond_the_context_is_recognised_by_agents(num_more):
+    num_frame = len(make_qwen_renderer().opening([Message(role="user", content="")]))
+    num = 100 + num_more
+
+    async def scenario(served):
+        long = {"role": "user", "content": "x" * (num - num_frame)}
+        answer = await served.post("/v1/chat/completions", {"model": "m", "messages": [long]})
+        error = answer.json()["error"]
+        assert answer.status_code == 400
+        assert error["code"] == "context_length_exceeded"
+        assert error["param"] == "messages"
+        assert f"prompt is too long: {num} tokens > 99 maximum" in error["message"]
+
+    run_served(scenario, max_context=100)
+
+
+def test_reply_is_cut_to_what_is_left_or_refused():
+    async def scenario(served):
+        reply = await served.chat(HI, max_tokens=16_384)
+        assert served.generator.calls[0][1].max_tokens == 64
+        assert reply["choices"][0]["finish_reason"] == "stop"
+
+    run_served(scenario)
+
+    async def refused(served):
+        body = {"model": "m", "messages": [HI], "max_tokens": 65}
+        answer = await served.post("/v1/chat/completions", body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "max_tokens"
+
+    run_served(refused, rules=ClientRules(refuses_long_replies=True))
+
+
+def test_number_of_replies_is_limited():
+    async def scenario(served):
+        await served.chat(HI)
+        answer = await served.post("/v1/chat/completions", {"model": "m", "messages": [HI, HI]})
+        assert answer.status_code == 403
+        assert "its 1 replies" in answer.json()["error"]["message"]
+        assert served.episode.reached == "turns"
+
+    run_served(scenario, max_requests=1)
+
+
+def test_replies_under_way_count_as_replies():
+    async def scenario(served):
+        served.generator.go_on = asyncio.Event()
+        headers = {"x_stainless_retry_count": "0"}
+        body = {"model": "m", "messages": [HI]}
+        asking = [served.post("/v1/chat/completions", body, **headers) for _ in range(5)]
+        tasks = [asyncio.create_task(one) for one in asking]
+        await wait_until(lambda: sum(task.done() for task in tasks) == 3)
+        served.generator.go_on.set()
+        answers = await asyncio.gather(*tasks)
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 403, 403, 403]
+
+    run_served(scenario, max_requests=2)
+
+
+def test_refused_requests_use_up_no_replies_and_are_limited_by_themselves(monkeypatch):
+    monkeypatch.setattr("rl.agents.endpoint.episode.UNANSWERED_AT_LEAST", 2)
+
+    async def ask(served, content):
+        body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+        answer = await served.post("/v1/chat/completions", body)
+        return answer.status_code, answer.json().get("error", {}).get("message", "")
+
+    async def scenario(served):
+        for number in range(11):
+            assert (await ask(served, "x" * (200 + number)))[0] == 400
+        assert (await ask(served, "Hi"))[0] == 200
+        assert "its 1 replies" in (await ask(served, "Ho"))[1]
+
+    async def loop(served):
+        for number in range(12):
+            await ask(served, "x" * (200 + number))
+        assert await ask(served, "Hi") == (
+            403,
+            "the episode has had 12 requests without a reply, its limit",
+        )
+        assert served.episode.reached is None
+
+    run_served(scenario, max_context=100, max_requests=1)
+    run_served(loop, max_context=100, max_requests=1)
+
+
+def test_tokens_of_all_turns_are_limited():
+    async def scenario(served):
+        await served.chat(HI)
+        answer = await served.post("/v1/chat/completions", {"model": "m", "messages": [HI, HI]})
+        assert answer.status_code == 403
+        assert served.episode.reached == "tokens"
+
+    run_served(scenario, max_tokens=50)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [HI], "logit_bias": {"1": 2}}, "logit_bias"),
+        ({"messages": [HI], "tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"messages": [HI, {"role": "assistant", "content": "a"}]}, "messages"),
+    ],
+)
+def test_bad_fields_are_named(body, field):
+    async def scenario(served):
+        answer = await served.post("/v1/chat/completions", {"model": "m"} | body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == field
+
+    run_served(scenario)
+
+
+def test_a_large_body_an_invalid_one_and_an_unknown_path_are_refused():
+    async def scenario(served):
+        large = await served.post("/v1/chat/completions", b"x" * 200)
+        broken = await served.post("/v1/responses", b"{")
+        unknown = await served.post("/v1/embeddings", {})
+        assert [large.status_code, broken.status_code, unknown.status_code] == [413, 400, 404]
+        for answer in (large, broken, unknown):
+            assert answer.json()["error"]["message"]
+
+    run_served(scenario, max_body_bytes=150)
+
+
+def test_model_names_are_accepted_unless_the_rules_list_them():
+    async def scenario(served):
+        answer = await served.post("/v1/chat/completions", {"model": "gpt-4o", "messages": [HI]})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+        listed = await served.http.get(f"{served.url}/v1/models", headers={"x-api-key": served.key})
+        assert [model["id"] for model in listed.json()["data"]] == ["mine"]
+
+    run_served(scenario, rules=ClientRules(models=("mine",)))
