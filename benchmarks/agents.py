@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import json
 import multiprocessing
 import os
@@ -256,34 +255,6 @@ def run_load(model: str, *, is_streamed: bool) -> dict[str, Any]:
     }
 
 
-# Episodes with a model
-
-
-def ask(problem: Any) -> None:
-    """Agent that asks once."""
-    _request(problem, is_streamed=False)
-
-
-def ask_streamed(problem: Any) -> None:
-    """Agent that asks once, and reads the reply as a stream."""
-    _request(problem, is_streamed=True)
-
-
-def _request(problem: Any, *, is_streamed: bool) -> None:
-    host, _, place = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
-    body = {
-        "model": "any",
-        "messages": [{"role": "user", "content": problem.question}],
-        "stream": is_streamed,
-    }
-    connection = http.client.HTTPConnection(host, timeout=600)
-    connection.request("POST", f"/{place}/chat/completions", json.dumps(body))
-    answer = connection.getresponse()
-    content = answer.read()
-    if answer.status != 200:
-        raise RuntimeError(content.decode())
-
-
 # Conversations whose beginning the engine knows
 
 
@@ -419,7 +390,7 @@ def _make_config(function: str, num_episodes: int) -> Any:
 
     config = smollm2.full()
     config.task = AgentTask.Config(
-        problems=config.task, function=f"benchmarks.agents:{function}", reward="exit_status"
+        problems=config.task, function=f"benchmarks.asking_agent:{function}", reward="exit_status"
     )
     config.agents = AgentEndpoint.Config(max_running=num_episodes)
     config.dump_folder = "outputs/benchmarks"

@@ -101,8 +101,10 @@ def _report(link: socket.socket, report: ZygoteReport) -> None:
 
 
 def _load(place: str) -> Callable[[Any], Any]:
-    # Otherwise each agent would import the class of the problem that it is given.
-    importlib.import_module("rl.types")
+    # Otherwise each agent would import the class of the problem that it is given, and what every
+    # client needs for the name of a host.
+    for module in ("rl.types", "encodings.idna"):
+        importlib.import_module(module)
     return load_agent_function(place)
 
 
