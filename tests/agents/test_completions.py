@@ -73,7 +73,8 @@ def test_field_that_asks_for_something_else_is_refused_by_name(field):
 def test_body_has_the_text_and_parallel_lists_of_logprobs():
     request = make_request("completions", logprobs=1, return_token_ids=True)
     reply = make_reply(NOTHING, text="abcd", token_texts=TEXTS)
-    body = completions.make_body(reply, request, NOTHING)
+    # Through JSON, which has no numbers of numpy.
+    body = json.loads(json.dumps(completions.make_body(reply, request, NOTHING)))
     assert (body["id"], body["object"]) == ("cmpl-r1", "text_completion")
     assert body["usage"]["total_tokens"] == 7
     (choice,) = body["choices"]
@@ -98,13 +99,16 @@ def test_alternatives_and_logprobs_are_told_only_if_they_are_wanted():
 
 
 def test_stream_has_the_text_its_end_and_the_usage():
-    request = make_request("completions", stream_options={"include_usage": True})
+    request = make_request(
+        "completions", stream_options={"include_usage": True}, return_token_ids=True
+    )
     raw = completions.stream_body(
         make_reply(NOTHING, text="abcd", finish_reason="length"), request, NOTHING
     )
     assert raw.endswith(b"data: [DONE]\n\n")
     chunk, last = parse_frames(raw)
     assert (chunk["choices"][0]["text"], chunk["choices"][0]["finish_reason"]) == ("abcd", "length")
+    assert chunk["choices"][0]["prompt_token_ids"] == [4, 5, 6]
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 4)
 
 

@@ -113,7 +113,7 @@ def _describe_choice(reply: ChatReply, request: ChatRequest) -> dict[str, Any]:
         "logprobs": _describe_logprobs(reply, request) if "logprobs" in request.wants else None,
     }
     if "token_ids" in request.wants:
-        choice["prompt_token_ids"] = list(reply.prompt_ids)
+        choice["prompt_token_ids"] = reply.prompt_ids.tolist()
         choice["token_ids"] = list(reply.tokens.token_ids)
     return choice
 
