@@ -18,6 +18,8 @@ import torch
 import actors.run
 from actors.config import RunConfig
 from actors.launch import launcher as launch
+from actors.preflight.plan import find_untrained_start, make_run_renderer
+from actors.preflight.task import check_demonstrations
 from configs.sum_digits import tiny
 from losses.types import LossInputs, LossOutput
 from relay import training
@@ -30,6 +32,7 @@ from rl.models.files.hf import write_random_model
 from rl.models.lora import LoRA
 from rl.models.qwen3 import model_registry
 from rl.observability.metrics import read_metrics
+from rl.rollouts.environment import Environments
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.samples import make_demonstration_sample
 from rl.run_rules import RULES
@@ -384,6 +387,23 @@ def test_sinks_of_the_docs_write_each_step(run_block, tmp_path):
         (2, 0.667),
         (3, 0.667),
     ]
+
+
+# docs/agents.md
+
+
+def test_agent_of_the_docs_can_be_warmed_up_on_its_problems(run_block, tmp_path):
+    run_block(find_block("docs/agents.md", "async def solve"))
+    config = run_block(find_block("docs/agents.md", "AgentTask.Config("))["tiny"]()
+    config.dump_folder = str(tmp_path)
+    task = config.task.build()
+    check_demonstrations(
+        task.warmup_problems(seed=config.seed),
+        environments=Environments(make=task.environment),
+        renderer=make_run_renderer(config.renderer, find_untrained_start(config)),
+        max_tokens=config.loop.sampling.max_tokens,
+        max_model_len=config.generator.max_model_len,
+    )
 
 
 # docs/losses.md
