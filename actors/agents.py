@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import cloudpickle
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from rl.agents.config import EndpointConfig
@@ -25,6 +26,7 @@ from rl.http.open_files import raise_open_files
 from rl.observability.spans import span
 from rl.rollouts.renderer import Renderer
 from rl.types import Problem
+from rl.utils.printing import describe_value
 from rl.utils.processes import reduce_collections
 
 if TYPE_CHECKING:
@@ -73,7 +75,11 @@ class AgentEndpoint(Actor, Configurable):
     async def play(
         self, problem: Problem, settings: EpisodeSettings, time_limit_s: float
     ) -> PlayedEpisode:
-        """Play one agent to its end, or to that by `end_plays`."""
+        """Play one agent to its end, or to that by `end_plays`.
+
+        A play that fails, also by a result that cannot be sent, is an episode that has failed: an
+        error of this call would end the run.
+        """
         assert self._host is not None
         host_play = self._host.play(problem, settings=settings, time_limit_s=time_limit_s)
         playing = self._plays[settings.key] = asyncio.create_task(host_play)
@@ -83,7 +89,16 @@ class AgentEndpoint(Actor, Configurable):
             playing.cancel()
             del self._plays[settings.key]
         # A CancelledError would count as a crash of the actor.
-        return make_failed_play("the agent was ended") if playing.cancelled() else playing.result()
+        if playing.cancelled():
+            return make_failed_play("the agent was ended")
+        try:
+            played = playing.result()
+            cloudpickle.dumps(played)
+        except Exception as error:
+            # One agent among many, whatever it has done.
+            logger.error("the play of an agent failed: %r", error, exc_info=error)
+            return make_failed_play(f"the play failed: {describe_value(error)}")
+        return played
 
     @concurrent_endpoint
     async def end_plays(self, keys: Sequence[str]) -> None:

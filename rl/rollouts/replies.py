@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rl.utils.nesting import MAX_VALUE_DEPTH, exceeds_depth
+
 CallFormat = Literal["hermes", "llama"]
 """hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen3 writes calls; llama:
 a reply that begins with such objects, with `parameters` or `arguments`, after `<|python_tag|>` or
@@ -244,6 +246,9 @@ def decode_json(text: str, start: int) -> tuple[Any, int, str]:
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         return value, end, f"is not valid JSON: {getattr(error, 'msg', error)}"
+    # It would become a part of a rollout, which has to reach other processes.
+    if exceeds_depth(value):
+        return value, end, f"is nested deeper than {MAX_VALUE_DEPTH} levels"
     return value, end, ""
 
 

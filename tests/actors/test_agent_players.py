@@ -2,7 +2,9 @@
 
 import asyncio
 import inspect
+import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from actors.launch.calls import ActorCallError, ActorLostError, ActorTimeoutErro
 from rl.agents.endpoint.queue import QueuedGenerator
 from rl.agents.program import AgentProgram
 from rl.agents.settings import EpisodeSettings
+from rl.agents.types import make_failed_play
 from rl.types import Problem
 from rl.utils.errors import RunError
 from tests.support.agent_endpoint import make_settings
@@ -145,6 +148,37 @@ def test_cancelled_play_ends_its_agent():
             await asyncio.sleep(0.1)
             assert actor.host.num_ended == 1
             assert not actor.actor._plays
+
+    run_in_virtual_time(scenario())
+
+
+@pytest.mark.parametrize(
+    ("result", "failure"),
+    [
+        (OSError("no space left"), "the play failed: OSError('no space left')"),
+        (replace(make_failed_play("x"), state={"a": [1]}), "x"),
+        (replace(make_failed_play("x"), state={"a": (i for i in "a")}), "the play failed: "),
+        (
+            replace(make_failed_play("x"), state={"a": json.loads("[" * 900 + "]" * 900)}),
+            "the play failed: ",
+        ),
+    ],
+)
+def test_play_that_fails_or_cannot_be_sent_is_a_failed_episode(result, failure):
+    async def scenario():
+        actor = AgentActor()
+
+        async def end(problem, *, settings, time_limit_s):
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        actor.host.play = end  # type: ignore[method-assign]
+        client = AgentClient(actor.group(), max_running=1)
+        async with client.answer_calls():
+            played = await play(client)
+        assert played.end == "failed"
+        assert played.failure.startswith(failure)
 
     run_in_virtual_time(scenario())
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
+import cloudpickle
 import pytest
 
 from rl.agents.settings import ClientRules
@@ -151,6 +153,50 @@ def test_a_large_body_an_invalid_one_and_an_unknown_path_are_refused():
             assert answer.json()["error"]["message"]
 
     run_served(scenario, max_body_bytes=150)
+
+
+def nest(depth):
+    return json.loads("[" * depth + "]" * depth)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"chat_template_kwargs": {"a": nest(600)}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": nest(64)}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": "x" * 16_384}}, "chat_template_kwargs"),
+        ({"metadata": nest(100)}, "metadata"),
+        ({"x" * 200: nest(100)}, "x" * 40 + " ... (120 characters more) ... " + "x" * 40),
+    ],
+)
+def test_a_body_that_is_nested_deeply_or_asks_at_length_is_refused_by_field(fields, field):
+    async def scenario(served):
+        body = {"model": "m", "messages": [HI]} | fields
+        answer = await served.post("/v1/chat/completions", body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == field
+        assert not served.episode.asked
+
+    run_served(scenario)
+
+
+def test_arguments_in_a_history_are_nested_as_deeply_as_an_episode_can_be_pickled():
+    async def ask(served, depth):
+        call = {"function": {"name": "f", "arguments": json.dumps({"a": nest(depth - 1)})}}
+        history = [HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool"}]
+        body = {"model": "m", "messages": history, "metadata": {"n": [[]]}}
+        return await served.post("/v1/chat/completions", body)
+
+    async def scenario(served):
+        answer = await ask(served, 65)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+        assert "nested deeper than 64 levels" in error["message"]
+        assert (await ask(served, 64)).status_code == 200
+        assert cloudpickle.dumps(served.episode.list_conversations(trained=("main",)))
+
+    run_served(scenario)
 
 
 def test_model_names_are_accepted_unless_the_rules_list_them():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 from dataclasses import replace
@@ -52,13 +53,20 @@ def test_function_gets_the_problem_and_its_model():
     assert result.value == ["1 + 1 = ?", "", "http://x/episodes/k", "k"]
 
 
-def test_value_that_is_no_json_is_not_kept():
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({1, 2}, "Object of type set is not JSON serializable"),
+        (json.loads("[" * 65 + "]" * 65), "it is nested deeper than 64 levels"),
+    ],
+)
+def test_value_that_is_no_json_or_too_deep_is_not_kept(value, reason):
     async def solve(problem, *, url, key):
-        return {1, 2}
+        return value
 
     result = play(solve)
     assert (result.reason, result.value) == ("ok", None)
-    assert "not kept (Object of type set is not JSON serializable)" in result.output
+    assert f"not kept ({reason})" in result.output
 
 
 @pytest.mark.parametrize(
@@ -167,7 +175,7 @@ async def ask(problem, *, url, key):
     """Agent that asks the model its question, and posts 0.5 as its reward."""
     async with httpx.AsyncClient(trust_env=False, headers={"x-api-key": key}) as http:
         messages = [{"role": "user", "content": problem.question}]
-        body = {"model": "m", "messages": messages}
+        body = {"model": "m" * 1001, "messages": messages, "stop_token_ids": [1, 2]}
         answer = await http.post(f"{url}/v1/chat/completions", json=body)
         await http.post(f"{url}/v1/reward", json={"reward": 0.5})
     return answer.json()["choices"][0]["message"]["content"]
@@ -197,6 +205,8 @@ def test_function_of_a_notebook_becomes_rollouts():
     for rollout in group:
         assert (rollout.text, rollout.end, rollout.failure) == ("2", "done", None)
         assert (rollout.state["value"], rollout.state["posted"]) == ("2", {"reward": 0.5})
+        excerpt = f"{'m' * 500} ... (1 characters more) ... {'m' * 500}"
+        assert rollout.state["asked"] == {"model": [excerpt], "stop_token_ids": [[1, 2]]}
 
 
 def test_host_gives_its_process_the_variables_that_the_program_keeps(monkeypatch):

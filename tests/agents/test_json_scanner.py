@@ -64,6 +64,13 @@ def test_scanner_agrees_with_the_decoder_however_the_text_is_cut():
     assert num_done > 100
 
 
+def test_value_is_nested_at_most_64_levels():
+    for depth, said in ((64, ""), (65, "is nested deeper than 64 levels"), (10**5, "is not valid")):
+        _, _, problem = decode_json("[" * depth + "]" * depth, 0)
+        assert problem.startswith(said)
+        assert bool(problem) == bool(said)
+
+
 def test_text_that_could_be_completed_is_never_broken():
     rng = random.Random(1)
     for _ in range(300):

@@ -225,6 +225,24 @@ def test_value_that_is_too_long_is_left_out_and_named(played):
     assert len(played.call("give", "x" * 262_142).value) == 262_142
 
 
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (("nest", 64), ""),
+        (("nest", 65), "is not kept (ValueError: it is nested deeper than 64 levels)"),
+        (("nest", 100_000), "is not kept (RecursionError: "),
+        (("write_value", b"[" * 65 + b"]" * 65), "is not kept (it is nested too deeply)"),
+        (("write_value", b"[" * 100_000), "is not kept (maximum recursion depth"),
+        (("write_value", b"\xff"), "is not kept ('utf-8' codec can't decode"),
+    ],
+)
+def test_value_that_is_nested_too_deeply_or_no_value_is_left_out_and_named(played, request_, said):
+    result = played.call(*request_)
+    assert result.reason == "ok"
+    assert said in result.output
+    assert (result.value is None) == bool(said)
+
+
 def test_two_functions_at_once_have_different_environments(played, tmp_path):
     async def meet():
         requests = [("meet", str(tmp_path), name, other) for name, other in ("ab", "ba")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -9,10 +10,13 @@ from typing import Any
 
 from rl.agents.dialects.fields import FIELDS, Dialect, RequestField
 from rl.agents.types import BadRequestError
+from rl.utils.nesting import MAX_VALUE_DEPTH, exceeds_depth
 from rl.utils.printing import truncate
 
 MAX_SHOWN = 80
 """Longest excerpt of a value in an error, in characters."""
+MAX_ASKED_CHARS = 16_384
+"""Longest JSON of an asked value, which is recorded."""
 _CONTAINERS = {"text", "output_config", "sampling_params"}
 """Fields that are objects with fields of several classes."""
 
@@ -62,11 +66,28 @@ def _sort(
             if not row.bounds.hold(value):
                 shown = show_value(value)
                 raise BadRequestError(f"{path}={shown} must be {row.bounds.describe()}", field=path)
+            _check_size(value, field=path)
             asked[name] = value
         elif row.kind == "harmless":
             harmless.append(path)
         elif row.kind == "refused":
             check_refused(value, row, field=path)
+
+
+def _check_size(value: Any, *, field: str) -> None:
+    """Raise BadRequestError for an asked value that is too long or too deep to be recorded."""
+    if not isinstance(value, dict | list):
+        return
+    if exceeds_depth(value):
+        raise BadRequestError(
+            f"{field} is nested deeper than {MAX_VALUE_DEPTH} levels", field=field
+        )
+    num_chars = len(json.dumps(value))
+    if num_chars > MAX_ASKED_CHARS:
+        raise BadRequestError(
+            f"{field} has {num_chars} characters of JSON, at most {MAX_ASKED_CHARS} are allowed",
+            field=field,
+        )
 
 
 def check_refused(value: Any, row: RequestField, *, field: str) -> None:
@@ -85,6 +106,12 @@ def show_value(value: Any) -> str:
     return truncate(repr(value), most=MAX_SHOWN)
 
 
+def show_name(name: str) -> str:
+    """Return a client's name of a field for an error."""
+    # It may be of any length, and hold halves of surrogate pairs.
+    return truncate(name, most=MAX_SHOWN).encode(errors="replace").decode()
+
+
 def _list_tops(rows: Mapping[str, RequestField]) -> set[str]:
     return {name.partition(".")[0] for name in rows}
 
@@ -93,6 +120,5 @@ def _make_unknown_error(name: str, rows: Mapping[str, RequestField]) -> BadReque
     plain = [row for row in rows if "[" not in row]
     near = get_close_matches(name[:MAX_SHOWN], plain, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    # A client's name may be of any length, and hold halves of surrogate pairs.
-    shown = truncate(name, most=MAX_SHOWN).encode(errors="replace").decode()
+    shown = show_name(name)
     return BadRequestError(f"{shown} is not a known field of a request{hint}", field=shown)

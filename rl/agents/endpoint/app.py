@@ -29,6 +29,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rl.agents.dialects import chat, completions, messages, responses, tokens
+from rl.agents.dialects.checking import show_name
 from rl.agents.dialects.reply_reader import ParsedReply
 from rl.agents.endpoint.answering import Answer
 from rl.agents.endpoint.branches import ROLES
@@ -36,6 +37,7 @@ from rl.agents.endpoint.episode import AgentEpisode, RequestIdentity
 from rl.agents.endpoint.episodes import Endpoint
 from rl.agents.types import BadRequestError, ChatReply, ChatRequest, RequestError
 from rl.http.guard import AccessGuard, RefusedError
+from rl.utils.nesting import exceeds_depth
 from rl.utils.pace import Pace
 from rl.utils.proxies import LOOPBACK_NAMES
 
@@ -55,6 +57,8 @@ ROLE = "x-relay-role"
 SUB_AGENT = "x-openai-subagent"
 """Header by which Codex marks the requests of its sub-agents."""
 HEALTH = "/health"
+MAX_DEPTH = 100
+"""Most levels of objects and lists in a body: parts of it are kept in episodes, which pickle."""
 MAX_POSTED = 64
 """Most names of numbers that an agent may post: each becomes a metric."""
 MAX_NAME = 100
@@ -379,6 +383,14 @@ def _read_json(raw: bytes) -> dict[str, Any]:
         raise BadRequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
+    # Nearly every body has too few brackets to be nested deeply, and is not looked through.
+    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH:
+        for name, value in body.items():
+            if exceeds_depth(value, most=MAX_DEPTH - 1):
+                shown = show_name(name)
+                raise BadRequestError(
+                    f"{shown} is nested too deeply: a body may have {MAX_DEPTH} levels", field=shown
+                )
     return body
 
 

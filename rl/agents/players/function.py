@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from rl.agents.players.oom import be_killed_first
 from rl.utils.compat import exit_at_once
 from rl.utils.descendants import is_killed_with
+from rl.utils.nesting import MAX_VALUE_DEPTH, exceeds_depth
 
 MAX_VALUE_BYTES = 256 * 1024
 """Longest JSON text of a value that is kept."""
@@ -115,10 +116,18 @@ async def _wait_for(awaitable: Any) -> Any:
     return await awaitable
 
 
+def write_value(value: Any) -> bytes:
+    """Return the JSON text of a value; raise an error for a value that cannot be kept."""
+    text = json.dumps(value).encode()
+    if exceeds_depth(value):
+        raise ValueError(f"it is nested deeper than {MAX_VALUE_DEPTH} levels")
+    return text
+
+
 def _keep(value: Any, *, file: int) -> None:
     """Write the JSON text of a value, or say on stderr why there is none."""
     try:
-        text = json.dumps(value).encode()
+        text = write_value(value)
         if len(text) > MAX_VALUE_BYTES:
             raise ValueError(f"{len(text)} bytes of JSON, at most {MAX_VALUE_BYTES}")
         os.pwrite(file, text, 0)

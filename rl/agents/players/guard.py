@@ -32,6 +32,7 @@ from rl.agents.players.function import MAX_VALUE_BYTES, run_function
 from rl.agents.players.oom import let_children_be_killed_first
 from rl.agents.players.plays import NOT_FOUND, NOT_STARTED, AgentResult, AgentSpec, PlayEnd
 from rl.utils.descendants import END_S, adopt_orphans, end_children, list_children
+from rl.utils.nesting import exceeds_depth
 
 BEGUN, RESULT, LOST = b"B", b"R", b"L"
 LENGTH = struct.Struct("<Q")
@@ -291,17 +292,32 @@ class _Play:
         elif stopped is None and (status == -signal.SIGXFSZ or self._is_folder_full()):
             stopped = "folder limit"
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        text = os.pread(self._value, MAX_VALUE_BYTES, 0)
+        value = self._read_value() if stopped is None and status == 0 else None
         return AgentResult(
             reason=stopped or ("ok" if status == 0 else "error"),
             status=status,
             output=self._output[-KEPT_OUTPUT_BYTES:].decode(errors="replace"),
-            value=json.loads(text) if text and stopped is None and status == 0 else None,
+            value=value,
             files=self._folder.collect(self._spec.collect),
             num_left=self._num_left,
             wall_s=wall_s,
             cpu_s=used.ru_utime + used.ru_stime,
         )
+
+    def _read_value(self) -> Any:
+        """Return the value that the agent's function returned, or None without a readable one."""
+        text = os.pread(self._value, MAX_VALUE_BYTES, 0)
+        if not text:
+            return None
+        # The agent holds the file too, and may have written anything.
+        try:
+            value = json.loads(text)
+            if exceeds_depth(value):
+                raise ValueError("it is nested too deeply")
+        except (ValueError, RecursionError) as error:
+            self._output += f"relay: the value in the agent's file is not kept ({error})\n".encode()
+            return None
+        return value
 
 
 def _count_left(agent: int) -> int:

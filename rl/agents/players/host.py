@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import signal
 from collections.abc import AsyncIterator, Collection
@@ -34,6 +35,8 @@ SHOWN_OUTPUT = 500
 """Characters of an agent's last output in the reason of a failure."""
 STOP_S = 5.0
 """Time for answers under way when the server ends."""
+KEPT_ASKED = 1_000
+"""Characters of an asked value that reward functions read: there may be many values."""
 KEPT_OUTPUT = 16_384
 """Characters of an agent's last output that reward functions read."""
 
@@ -107,7 +110,7 @@ class AgentHost:
             "value": result.value,
             "files": dict(result.files),
             "posted": dict(episode.posted),
-            "asked": {name: list(values) for name, values in episode.asked.items()},
+            "asked": {name: [*map(_shorten, values)] for name, values in episode.asked.items()},
             "wall_s": result.wall_s,
         }
         metrics = {f"agent/{name}": float(count) for name, count in episode.counts.items()}
@@ -148,6 +151,12 @@ class AgentHost:
             most=SHOWN_OUTPUT,
         )
         return f"{reason}; its last output: {last!r}" if last else f"{reason}; it wrote nothing"
+
+
+def _shorten(asked: Any) -> Any:
+    """Return a value that a client asked for; of a long one an excerpt of its text."""
+    text = asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False)
+    return asked if len(text) <= KEPT_ASKED else truncate(text, most=KEPT_ASKED)
 
 
 @asynccontextmanager

@@ -7,12 +7,12 @@ end the process belongs in `rl.agents.players.process`.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import traceback
 from collections.abc import Awaitable
 from typing import Any, Protocol
 
+from rl.agents.players.function import write_value
 from rl.agents.players.plays import AgentResult, AgentSpec, PlayEnd
 from rl.types import Problem
 from rl.utils.clock import now_s
@@ -117,7 +117,7 @@ class LoopAgents:
             return "error", "".join(traceback.format_exception(error)), None
         value = task.result()
         try:
-            json.dumps(value)
+            write_value(value)
         except (TypeError, ValueError, RecursionError) as reason:
             return "ok", f"relay: the value that the agent returned is not kept ({reason})", None
         return "ok", "", value
