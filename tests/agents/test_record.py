@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from rl.agents.endpoint.branches import list_conversations
+from rl.agents.endpoint.canonical import digest_message
 from rl.agents.endpoint.record import EpisodeRecord
 from rl.agents.types import BadRequestError, ChatRequest, ToolSpec
 from rl.rollouts.control_tokens import RefusedMessageError
@@ -131,6 +133,51 @@ def test_replies_are_compared_in_a_canonical_form(qwen, echo):
     assert second.parent == first.number
     # As the model wrote it, without a space after the comma.
     assert text in qwen.read(second)
+
+
+@pytest.mark.parametrize(
+    ("written", "echoed"),
+    [
+        ('{"a": 1.0}', {"a": 1}),
+        ('{"a": 1e3}', {"a": 1000}),
+        ('{"a": -0}', {"a": 0}),
+        ('{"a": -0.0}', {"a": 0}),
+        ('{"a": [{"b": 1e21}]}', {"a": [{"b": 1e21}]}),
+        ('{"a": 12345678901234567890}', {"a": 12345678901234567000}),
+        ('{"a": 0.10}', {"a": 0.1}),
+        ('{"a": 1, "b": null}', {"a": 1}),
+        ('{"a": 1}', {"a": 1, "b": None}),
+    ],
+)
+def test_call_that_a_client_has_read_and_written_again_is_the_same(qwen, written, echoed):
+    text = f'<tool_call>\n{{"name": "add", "arguments": {written}}}\n</tool_call>'
+    told = said("", ToolCall(name="add", arguments=json.loads(written)))
+    first = qwen.ask(user("1 + 2?"), reply=text, told=told, tools=[ADD])
+    echo = said("", ToolCall(name="add", arguments=echoed))
+    second = qwen.ask(user("1 + 2?"), echo, tool("3"), reply="3", tools=[ADD])
+    assert second.parent == first.number
+    # The quote of a history that was changed before it, too.
+    third = qwen.ask(user("Add 1 and 2."), echo, tool("3"), reply="3", tools=[ADD])
+    assert third.relation == "rewritten"
+    assert text in qwen.read(third)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "other"),
+    [
+        ({"a": 1}, {"a": True}),
+        ({"a": 1}, {"a": "1"}),
+        ({"a": [None]}, {"a": []}),
+        ({"a": {"b": None}}, {"a": {}}),
+        ({"a": 10**400}, {"a": 10**400 + 1}),
+    ],
+)
+def test_calls_with_other_values_differ(arguments, other):
+    digests = {
+        digest_message(said("", ToolCall(name="add", arguments=given)))
+        for given in (arguments, other)
+    }
+    assert len(digests) == 2
 
 
 def test_order_of_tools_does_not_count(qwen):

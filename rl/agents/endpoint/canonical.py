@@ -1,8 +1,9 @@
 """Canonical form of conversations, in which they are compared.
 
-Arguments of calls are JSON with sorted keys, and an assistant's text has no white space around it.
-Ids, thoughts, parameters and the order of tools do not count. Whether an agent repeats the stop
-text that has ended a reply does not count either: the record notes such a reply in both forms.
+Arguments of calls are JSON with sorted keys, numbers as JavaScript writes them, and no nulls. An
+assistant's text has no white space around it. Ids, thoughts, parameters and the order of tools do
+not count. Whether an agent repeats the stop text that has ended a reply does not count either: the
+record notes such a reply in both forms.
 """
 
 from __future__ import annotations
@@ -62,7 +63,25 @@ def digest_message(message: Message) -> bytes:
 
 
 def _describe_call(call: ToolCall) -> list[Any]:
-    return [call.name, dict(call.arguments)]
+    """Return a call as it is after a client has read it and written it again."""
+    # Clients with typed arguments leave out, or add, those that are null.
+    given = {name: value for name, value in call.arguments.items() if value is not None}
+    return [call.name, _write_numbers(given)]
+
+
+def _write_numbers(value: Any) -> Any:
+    """Return a value with the numbers that JavaScript has: all are doubles, and 1.0 is 1."""
+    if isinstance(value, Mapping):
+        return {name: _write_numbers(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_write_numbers(each) for each in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    try:
+        number = float(value)
+    except OverflowError:
+        return value  # No double is as large.
+    return int(number) if number.is_integer() else number
 
 
 def _digest_tools(tools: Iterable[ToolSpec]) -> bytes:
