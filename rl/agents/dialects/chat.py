@@ -169,8 +169,8 @@ def _read_messages(value: Any, nested: set[str]) -> tuple[Message, ...]:
         elif role == "user":
             conversation.add(Message(role="user", content=content))
         elif role == "tool":
-            read_text(message.get("tool_call_id"), f"{where}.tool_call_id")
-            conversation.add(Message(role="tool", content=content))
+            call_id = read_text(message.get("tool_call_id"), f"{where}.tool_call_id")
+            conversation.add_result(content, call_id=call_id)
         else:
             conversation.add(Message(role="system", content=content))
     return conversation.finish("messages")
@@ -205,7 +205,8 @@ def _read_assistant(
     given = message.get("tool_calls")
     if given is not None:
         for place, call in enumerate(require_list(given, f"{where}.tool_calls")):
-            conversation.add_call(_read_call(call, f"{where}.tool_calls[{place}]"))
+            read = _read_call(call, f"{where}.tool_calls[{place}]")
+            conversation.add_call(read, call_id=call.get("id"))
 
 
 def _read_call(given: Any, where: str) -> ToolCall:

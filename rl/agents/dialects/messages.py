@@ -206,9 +206,9 @@ def _read_user(content: Any, field: str, conversation: Conversation, nested: set
         if block.get("type") == "tool_result":
             num_results += 1
             _note_block(block, nested)
-            read_text(block.get("tool_use_id"), f"{where}.tool_use_id")
+            call_id = read_text(block.get("tool_use_id"), f"{where}.tool_use_id")
             text = _join_texts(block.get("content"), f"{where}.content", nested)
-            conversation.add(Message(role="tool", content=text))
+            conversation.add_result(text, call_id=call_id)
         else:
             texts.append(_read_text_block(block, where, nested))
     # Results alone are no message of the user.
@@ -223,7 +223,8 @@ def _read_reply_block(
     if kind == "tool_use":
         _note_block(block, nested)
         arguments = check_arguments(block.get("input"), f"{where}.input")
-        conversation.add_call(read_call(block.get("name"), arguments, f"{where}.name"))
+        call = read_call(block.get("name"), arguments, f"{where}.name")
+        conversation.add_call(call, call_id=block.get("id"))
     elif kind not in THOUGHT_BLOCKS:
         conversation.add_text(_read_text_block(block, where, nested))
 

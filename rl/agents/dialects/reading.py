@@ -256,36 +256,68 @@ def refuse_named_choice(name: Any, field: str, dialect: Dialect) -> None:
 
 
 class Conversation:
-    """Messages in the order of a request, where parts of one assistant turn become one message."""
+    """Messages in the order of a request, where parts of one assistant turn become one message.
+
+    Results of parallel calls come in the order in which they were ready. Templates tell results
+    without ids, so that a model would take one for the other: they get the order of the calls.
+    """
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._texts: list[str] = []
         self._calls: list[ToolCall] = []
+        self._ids: list[str] = []
+        """Ids of the calls of the last turn, that of the open one if there is one."""
+        self._results: list[tuple[str, Message]] = []
+        """Results of tools at the end, each with the id of its call."""
         self._is_open = False
 
     def add(self, message: Message) -> None:
         """Add a message of anyone, which ends an assistant's turn."""
-        self.end_turn()
+        self._end_turn()
+        self._end_results()
         self.messages.append(message)
 
     def add_text(self, text: str) -> None:
         """Add a text to the assistant's turn, directly behind its earlier ones."""
-        self._is_open = True
+        self._open_turn()
         self._texts.append(text)
 
-    def add_call(self, call: ToolCall) -> None:
-        self._is_open = True
+    def add_call(self, call: ToolCall, *, call_id: Any) -> None:
+        """Add a call to the assistant's turn; an id that is no text is none."""
+        self._open_turn()
         self._calls.append(call)
+        self._ids.append(call_id if isinstance(call_id, str) else "")
 
-    def end_turn(self) -> None:
+    def add_result(self, content: str, *, call_id: str) -> None:
+        """Add the result of a call of the last turn."""
+        self._end_turn()
+        self._results.append((call_id, Message(role="tool", content=content)))
+
+    def _open_turn(self) -> None:
+        if not self._is_open:
+            self._end_results()
+            self._ids, self._is_open = [], True
+
+    def _end_turn(self) -> None:
         if self._is_open:
             content, calls = "".join(self._texts), tuple(self._calls)
             self.messages.append(Message(role="assistant", content=content, calls=calls))
             self._texts, self._calls, self._is_open = [], [], False
 
+    def _end_results(self) -> None:
+        """Add the results to the messages, sorted if all ids say which call each is of."""
+        places = {call_id: place for place, call_id in enumerate(self._ids) if call_id}
+        is_known = all(call_id in places for call_id, _ in self._results)
+        if is_known and len(places) == len(self._ids):
+            # Several results of one call stay in their order.
+            self._results.sort(key=lambda result: places[result[0]])
+        self.messages += [message for _, message in self._results]
+        self._results = []
+
     def finish(self, field: str) -> tuple[Message, ...]:
-        self.end_turn()
+        self._end_turn()
+        self._end_results()
         if not self.messages:
             raise BadRequestError(f"{field} must have at least one message", field=field)
         return tuple(self.messages)

@@ -136,11 +136,11 @@ def _read_item(
         call = read_call(item.get("name"), _read_arguments(item, where), f"{where}.name")
         namespace = read_text(item.get("namespace"), f"{where}.namespace")
         name = names.get((namespace, call.name), call.name)
-        conversation.add_call(replace(call, name=name))
+        conversation.add_call(replace(call, name=name), call_id=item.get("call_id"))
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        read_text(item.get("call_id"), f"{where}.call_id")
+        call_id = read_text(item.get("call_id"), f"{where}.call_id")
         text = _join_text(item.get("output"), f"{where}.output", separator="\n")
-        conversation.add(Message(role="tool", content=text))
+        conversation.add_result(text, call_id=call_id)
     # Reasoning is left out: it neither begins nor ends a turn.
     elif kind != "reasoning":
         row = FIELDS["responses"]["input[].type"]
