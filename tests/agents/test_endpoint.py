@@ -383,12 +383,18 @@ def test_reward_is_taken_from_the_agent():
     async def scenario(served):
         posted = await served.post("/v1/reward", {"reward": 0.5, "steps": 3})
         assert posted.json() == {"posted": {"reward": 0.5, "steps": 3.0}}
-        assert served.episode.posted == {"reward": 0.5, "steps": 3.0}
-        many, long = {f"n{i}": 0 for i in range(65)}, {"n" * 101: 0}
+        named = await served.post("/v1/reward", {"Größe/a-b_c.1 d": 1, "n" * 100: 0})
+        assert named.status_code == 200
+        before = served.episode.posted
+        assert [*before] == ["reward", "steps", "Größe/a-b_c.1 d", "n" * 100]
+        many = {f"n{i}": 0 for i in range(65)}
         infinite, huge = {"reward": float("inf")}, {"reward": -(10**400)}
-        for body in ({}, {"reward": "high"}, infinite, huge, many, long, {"a": float("nan")}):
+        wrong = ("", "n" * 101, "a\n", "a\tb", "\ud800", "a{b}", "\u202ea")
+        names = [{name: 0} for name in wrong]
+        for body in ({}, {"reward": "high"}, infinite, huge, many, {"a": float("nan")}, *names):
             answer = await served.post("/v1/reward", json.dumps(body).encode())
             assert answer.status_code == 400
+        assert served.episode.posted == before
 
     run_served(scenario)
 

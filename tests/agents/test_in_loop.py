@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import threading
@@ -207,6 +208,33 @@ def test_function_of_a_notebook_becomes_rollouts():
         assert (rollout.state["value"], rollout.state["posted"]) == ("2", {"reward": 0.5})
         excerpt = f"{'m' * 500} ... (1 characters more) ... {'m' * 500}"
         assert rollout.state["asked"] == {"model": [excerpt], "stop_token_ids": [[1, 2]]}
+
+
+def test_only_the_first_names_of_posted_numbers_are_metrics_of_a_run(monkeypatch, caplog):
+    monkeypatch.setattr(host, "MAX_METRICS", 3)
+    numbers = itertools.count()
+
+    async def post(problem, *, url, key):
+        number = next(numbers)
+        async with httpx.AsyncClient(trust_env=False, headers={"x-api-key": key}) as http:
+            for name in ("steps", f"own {number}", "reward"):
+                await http.post(f"{url}/v1/reward", json={name: 0.5})
+
+    async def scenario():
+        async with open_player(post) as player:
+            episodes = make_episodes(player, ScriptedGenerator(reply=lambda text: "2"))
+            return await episodes.run([PROBLEM], sampling=replace(SAMPLING, num_samples=5))
+
+    (group,) = run(scenario())
+    names = set()
+    for rollout in group:
+        assert len(rollout.state["posted"]) == 3
+        metrics = rollout.turns[-1].observation.metrics
+        posted = {name for name in metrics if name.startswith("agent/posted/")}
+        assert posted >= {"agent/posted/steps", "agent/posted/reward"}
+        names |= posted
+    assert len(names) == 4
+    assert caplog.text.count("numbers of more than 3 names") == 1
 
 
 def test_host_gives_its_process_the_variables_that_the_program_keeps(monkeypatch):

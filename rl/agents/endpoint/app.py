@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from contextlib import aclosing
@@ -29,7 +30,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rl.agents.dialects import chat, completions, messages, responses, tokens
-from rl.agents.dialects.checking import show_name
+from rl.agents.dialects.checking import show_name, show_value
 from rl.agents.dialects.reply_reader import ParsedReply
 from rl.agents.endpoint.answering import Answer
 from rl.agents.endpoint.branches import ROLES
@@ -60,9 +61,9 @@ HEALTH = "/health"
 MAX_DEPTH = 100
 """Most levels of objects and lists in a body: parts of it are kept in episodes, which pickle."""
 MAX_POSTED = 64
-"""Most names of numbers that an agent may post: each becomes a metric."""
-MAX_NAME = 100
-"""Most characters of such a name."""
+"""Most names of numbers that an agent may post."""
+POSTED_NAME = re.compile(r"[\w./ -]{1,100}")
+"""Such a name, which becomes that of a metric."""
 
 
 class Dialect(Protocol):
@@ -359,8 +360,11 @@ async def _take_reward(request: Request, episode: AgentEpisode) -> Response:
         raise BadRequestError('the body must have numbers, such as {"reward": 1.0}')
     posted = dict(episode.posted)
     for name, value in body.items():
-        if len(name) > MAX_NAME:
-            raise BadRequestError(f"{name:.80}...: a name must have at most {MAX_NAME} characters")
+        if POSTED_NAME.fullmatch(name) is None:
+            raise BadRequestError(
+                f"{show_value(name)}: a name must be 1 to 100 letters, digits, spaces and "
+                "characters of './_-'"
+            )
         # Larger integers than a float can hold are numbers in JSON.
         is_number = isinstance(value, int | float) and -sys.float_info.max <= value
         if not (is_number and value <= sys.float_info.max):

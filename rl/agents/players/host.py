@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 SHOWN_OUTPUT = 500
 """Characters of an agent's last output in the reason of a failure."""
+MAX_METRICS = 64
+"""Most names of posted numbers that become metrics of a run, beside the reward."""
 STOP_S = 5.0
 """Time for answers under way when the server ends."""
 KEPT_ASKED = 1_000
@@ -65,6 +67,10 @@ class AgentHost:
     url: str
     """URL of the endpoint's server, as agents reach it."""
     trained: Collection[BranchRole] = field(default=("main", "sub-agent"))
+    _metric_names: set[str] = field(default_factory=set)
+    """Names of posted numbers that are metrics."""
+    _has_warned: bool = False
+    """The log has told of a name that is none."""
 
     async def play(
         self, problem: Problem, *, settings: EpisodeSettings, time_limit_s: float
@@ -115,7 +121,9 @@ class AgentHost:
         }
         metrics = {f"agent/{name}": float(count) for name, count in episode.counts.items()}
         metrics |= {"agent/wall_s": result.wall_s, "agent/cpu_s": result.cpu_s}
-        metrics |= {f"agent/posted/{name}": value for name, value in episode.posted.items()}
+        for name, value in episode.posted.items():
+            if self._is_metric(name):
+                metrics[f"agent/posted/{name}"] = value
         return PlayedEpisode(
             turns=found.turns,
             branches=found.branches,
@@ -124,6 +132,27 @@ class AgentHost:
             state=state,
             metrics=metrics,
         )
+
+    def _is_metric(self, posted: str) -> bool:
+        """Return whether a posted number is one of the run's metrics, and not only in the state.
+
+        Agents choose the names, and every name has a place in the memory of a dashboard for ever.
+        """
+        # The reward does not depend on what was posted before.
+        if posted == "reward" or posted in self._metric_names:
+            return True
+        if len(self._metric_names) < MAX_METRICS:
+            self._metric_names.add(posted)
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "agents have posted numbers of more than %d names: %r and other new ones are no "
+                "metrics, only in rollout.state",
+                MAX_METRICS,
+                posted,
+            )
+        return False
 
     def _find_failure(
         self, episode: AgentEpisode, result: AgentResult, *, has_turns: bool
