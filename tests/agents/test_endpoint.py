@@ -255,6 +255,28 @@ def test_a_client_that_times_out_and_asks_again_gets_the_first_reply():
     run_served(scenario)
 
 
+def test_a_client_that_comes_back_in_time_after_each_timeout_gets_its_reply(monkeypatch):
+    monkeypatch.setattr("rl.agents.endpoint.episode.GRACE_S", 0.4)
+
+    async def scenario(served):
+        served.generator.go_on = asyncio.Event()
+        # The time of the first absence, had it gone on, would end in the second one.
+        for number in range(2):
+            asking = asyncio.create_task(served.chat(HI))
+            await wait_until(lambda: served.episode.counts["requests"])
+            await wait_until(lambda tries=number: served.episode.counts["retries"] == tries)
+            asking.cancel()
+            await wait_until(lambda tries=number: served.episode.counts["disconnects"] > tries)
+            await asyncio.sleep(0.25)
+        asking = asyncio.create_task(served.chat(HI))
+        await wait_until(lambda: served.episode.counts["retries"] == 2)
+        served.generator.go_on.set()
+        await asking
+        assert (len(served.generator.calls), served.generator.cancelled) == (1, 0)
+
+    run_served(scenario)
+
+
 def test_a_reply_that_no_client_has_got_is_superseded():
     async def scenario(served):
         def list_roles():

@@ -73,6 +73,21 @@ class _Answering:
     is_delivered: bool = False
     num_given: int = 0
     """Times that the whole answer was sent."""
+    _expiry: asyncio.TimerHandle | None = None
+    """Timer that cancels the reply, while no client waits for it."""
+
+    def add_waiter(self) -> None:
+        """Note a client that waits: the reply is not cancelled while there is one."""
+        self.num_waiting += 1
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+
+    def remove_waiter(self) -> None:
+        """Note that a client waits no more; without any the reply is cancelled after a while."""
+        self.num_waiting -= 1
+        if not (self.num_waiting or self.task.done()):
+            self._expiry = asyncio.get_running_loop().call_later(GRACE_S, self.task.cancel)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -119,7 +134,7 @@ class AgentEpisode:
             answering = self._answers[identity.digest] = _Answering(task=task)
             task.add_done_callback(partial(self._forget_failure, identity.digest))
             self._forget_old_answers()
-        answering.num_waiting += 1
+        answering.add_waiter()
         try:
             return await asyncio.shield(answering.task)
         except asyncio.CancelledError:
@@ -130,9 +145,7 @@ class AgentEpisode:
             self.counts["disconnects"] += 1
             raise
         finally:
-            answering.num_waiting -= 1
-            if not answering.task.done():
-                asyncio.get_running_loop().call_later(GRACE_S, _cancel_unless_awaited, answering)
+            answering.remove_waiter()
 
     def _forget_failure(self, digest: bytes, task: asyncio.Task[Answer]) -> None:
         """Forget a request without an answer: asked again, it is another one."""
@@ -339,8 +352,3 @@ def _may_repeat(answering: _Answering, identity: RequestIdentity) -> bool:
         return not (answering.is_delivered or answering.num_waiting)
     # One that does not count its tries may want another sample too, such as after a bad reply.
     return identity.is_first_try is False or answering.num_given < MAX_GIVEN
-
-
-def _cancel_unless_awaited(answering: _Answering) -> None:
-    if not answering.num_waiting and not answering.task.done():
-        answering.task.cancel()
