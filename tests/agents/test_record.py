@@ -410,6 +410,29 @@ def test_a_request_without_an_answer_leaves_no_turn(qwen):
     assert qwen.list_branches() == [((0,), "main", "")]
 
 
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_a_request_without_an_answer_changes_no_roles(qwen, is_parallel):
+    def plan(content):
+        return qwen.record.plan(ChatRequest(messages=(SYSTEM, user(content))))
+
+    plan("Too long a task")
+    if is_parallel:
+        # The first request is refused when the others are under way, of which the last is answered
+        # first.
+        first, second = plan("Task"), plan("Task, in other words")
+        qwen.answer(second, reply="b")
+        qwen.answer(first, reply="a")
+    else:
+        qwen.ask(SYSTEM, user("Task"), reply="a")
+        qwen.ask(SYSTEM, user("Task, in other words"), reply="b")
+    qwen.ask(SYSTEM, user("Summary"), reply="c")
+    assert qwen.list_branches() == [
+        ((0,), "main", ""),
+        ((1,), "main", "rewritten"),
+        ((2,), "main", "rewritten"),
+    ]
+
+
 def test_template_without_a_role_for_tools_is_told_their_results_by_the_user(renderers):
     talk = Talk(renderers["gemma3"])
     first = talk.ask(user("Task"), reply="a")

@@ -68,6 +68,26 @@ def _list_path(record: EpisodeRecord, leaf: int) -> list[int]:
     return path[::-1]
 
 
+def _find_origins(record: EpisodeRecord) -> dict[int, int | None]:
+    """Return for each turn that begins a conversation the turn of the one that it changed.
+
+    A request that got no reply is no conversation: what was made beside it or after it, with the
+    same opening, belongs to the first of these that got one.
+    """
+    origins: dict[int, int | None] = {}
+    firsts: dict[tuple[str, bytes], int] = {}
+    for number in sorted(record.turns):
+        plan = record.turns[number].plan
+        if plan.parent is not None:
+            continue
+        first = firsts.setdefault((plan.role, plan.digests.opening), number)
+        origin = plan.origin
+        if origin is not None and origin not in record.turns:
+            origin = None if first == number else first
+        origins[number] = origin
+    return origins
+
+
 def _list_siblings(record: EpisodeRecord) -> list[list[RecordedTurn]]:
     """Return the turns that ask the same of the same conversation, in the order of the requests."""
     siblings = defaultdict(list)
@@ -139,15 +159,15 @@ def _name_causes(record: EpisodeRecord) -> dict[int, str]:
         for recorded in siblings[1:]:
             causes[recorded.plan.number] = "again"
 
+    origins = _find_origins(record)
     num_roots = 0
     children: set[int] = set()
     for number in sorted(record.turns):
         plan = record.turns[number].plan
         if plan.parent is None:
-            # The first conversation needs no cause, and what got no reply was not rewritten.
-            is_related = plan.origin in record.turns
+            # The first conversation needs no cause.
             other = "agent" if num_roots else ""
-            causes.setdefault(number, plan.relation if is_related else other)
+            causes.setdefault(number, other if origins[number] is None else plan.relation)
             num_roots += 1
         else:
             causes.setdefault(number, "fork" if plan.parent in children else "")
@@ -178,11 +198,11 @@ def _list_openings(record: EpisodeRecord) -> dict[int, list[int]]:
     """Return the turns of each conversation and of those that rewrite it, by its first turn."""
     openings: dict[int, list[int]] = {}
     opening_of: dict[int, int] = {}
+    origins = _find_origins(record)
     for number in sorted(record.turns):
-        plan = record.turns[number].plan
-        before = plan.origin if plan.parent is None else plan.parent
-        # The turn that was rewritten may have got no reply, and is then no part of the record.
-        opening = number if before is None else opening_of.get(before, number)
+        parent = record.turns[number].plan.parent
+        before = origins[number] if parent is None else parent
+        opening = number if before is None else opening_of[before]
         opening_of[number] = opening
         openings.setdefault(opening, []).append(number)
     return openings

@@ -64,7 +64,8 @@ class EpisodeRecord:
     _num_digested: int = 0
     """Turns that `_token_ends` has."""
     _openings: dict[tuple[str, bytes], int] = field(default_factory=dict)
-    """First turn that begins a conversation, by its named role and the digest of its opening."""
+    """First turn that begins a conversation, by its named role and the digest of its opening: one
+    that was answered, or else one that may be."""
     _asked: dict[tuple[int | None, bytes], PlannedTurn] = field(default_factory=dict)
     """Last turn that asked the same, by its parent and the digest of the whole request."""
 
@@ -141,6 +142,10 @@ class EpisodeRecord:
         )
         self.turns[plan.number] = RecordedTurn(plan=plan, turn=turn)
         self.undelivered.add(plan.number)
+        opening = plan.role, plan.digests.opening
+        # The turn that was planned first may never be answered.
+        if plan.parent is None and self._openings.get(opening) not in self.turns:
+            self._openings[opening] = plan.number
         echoes = [told]
         # Some agents put back the stop text, such as a closing tag, which the model has written.
         if stop_text is not None and told.content and not told.calls:
