@@ -370,10 +370,22 @@ def test_count_tokens_counts_what_a_reply_reads():
     async def scenario(served):
         body = {"model": "m", "messages": [HI]}
         count = await served.post("/v1/messages/count_tokens", body)
-        reply = await served.post("/v1/messages", body | {"max_tokens": 9})
+        reply = await served.post("/v1/messages", body | {"max_tokens": 60})
         assert count.json() == {"input_tokens": reply.json()["usage"]["input_tokens"]}
+        # Of a recorded reply the model reads its thoughts, which the client leaves out.
+        echo = {"role": "assistant", "content": "Hello."}
+        body["messages"] = [HI, echo, {"role": "user", "content": "Go on"}]
+        # Counted twice: a request that is only counted is none that could be asked again.
+        counts = [await served.post("/v1/messages/count_tokens", body) for _ in range(2)]
+        further = await served.post("/v1/messages", body | {"max_tokens": 9})
+        usage = further.json()["usage"]
+        num = usage["input_tokens"] + usage["cache_read_input_tokens"]
+        assert [count.json() for count in counts] == [{"input_tokens": num}] * 2
+        branches = served.episode.list_conversations(trained=()).branches
+        assert [(branch.turns, branch.cause) for branch in branches] == [((0, 1), "")]
+        assert list(served.episode.record.turns) == [0, 1]
 
-    run_served(scenario)
+    run_served(scenario, lambda text: "<think>\nHm, hm.\n</think>\n\nHello.")
 
 
 def test_a_client_names_the_role_of_a_conversation():

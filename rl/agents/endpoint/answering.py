@@ -39,9 +39,13 @@ def check_model(request: ChatRequest, models: Collection[str]) -> None:
         raise make_model_error(f"must be {' or '.join(models)}", model=request.model)
 
 
-def plan_turn(record: EpisodeRecord, request: ChatRequest, *, role: str = "") -> PlannedTurn:
-    """Return the turn of a request, as `EpisodeRecord.plan`; raise BadRequestError if there can be
-    none."""
+def plan_turn(
+    record: EpisodeRecord, request: ChatRequest, *, role: str = "", is_preview: bool = False
+) -> PlannedTurn:
+    """Return the turn of a request, as `EpisodeRecord.plan` or `preview`.
+
+    Raises BadRequestError if there can be none.
+    """
     if request.prompt_text is not None:
         # With the token that begins every text, of tokenizers that have one.
         token_ids = tuple(record.renderer.tokenizer.encode(request.prompt_text))
@@ -49,7 +53,8 @@ def plan_turn(record: EpisodeRecord, request: ChatRequest, *, role: str = "") ->
             raise BadRequestError("prompt='' must have at least one token", field="prompt")
         request = replace(request, token_ids=token_ids)
     try:
-        return record.plan(request, role=role)
+        plan = record.preview if is_preview else record.plan
+        return plan(request, role=role)
     except RefusedMessageError as error:
         raise BadRequestError(str(error), field="messages") from error
 

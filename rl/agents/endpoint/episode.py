@@ -110,7 +110,9 @@ class AgentEpisode:
     """Limit that a request has met."""
 
     def __post_init__(self) -> None:
-        self.record = self._make_record()
+        self.record = EpisodeRecord(
+            renderer=self.renderer, announces_tools=self.rules.announces_tools
+        )
         self._answers: dict[bytes, _Answering] = {}
         self._num_asked: Counter[bytes] = Counter()
         self._num_under_way = 0
@@ -205,17 +207,11 @@ class AgentEpisode:
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the tokens of a conversation, as a reply to it would read them."""
-        record = self._make_record()
-        if _is_long(request):
-            return len((await asyncio.to_thread(plan_turn, record, request)).context_ids)
-        return len(plan_turn(record, request).context_ids)
+        return len((await self._plan(request, is_preview=True)).context_ids)
 
     def list_models(self) -> list[str]:
         """Return the model names that are accepted, or that of any."""
         return [*self.rules.models] or [self.rules.name]
-
-    def _make_record(self) -> EpisodeRecord:
-        return EpisodeRecord(renderer=self.renderer, announces_tools=self.rules.announces_tools)
 
     async def _answer(self, request: ChatRequest, *, role: str) -> Answer:
         self.check_open()
@@ -264,14 +260,17 @@ class AgentEpisode:
             self.counts["missed_calls"] += 1
         return answer
 
-    async def _plan(self, request: ChatRequest, *, role: str) -> PlannedTurn:
+    async def _plan(
+        self, request: ChatRequest, *, role: str = "", is_preview: bool = False
+    ) -> PlannedTurn:
+        plan = partial(plan_turn, self.record, request, role=role, is_preview=is_preview)
         if not _is_long(request):
             async with self._recording:
-                return plan_turn(self.record, request, role=role)
+                return plan()
 
         async def plan_in_thread() -> PlannedTurn:
             async with self._recording:
-                return await asyncio.to_thread(plan_turn, self.record, request, role=role)
+                return await asyncio.to_thread(plan)
 
         # A thread cannot be cancelled: the record is its own until it is done.
         return await asyncio.shield(asyncio.create_task(plan_in_thread()))

@@ -55,7 +55,7 @@ class EpisodeRecord:
     """Answered turns by number, in the order in which they were answered."""
     undelivered: set[int] = field(default_factory=set)
     """Numbers of the turns whose reply no client has got so far."""
-    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _num_planned: int = 0
     _ends: dict[bytes, int] = field(default_factory=dict)
     """Turn that ends a conversation with this digest, of any of the three kinds."""
     _token_ends: dict[int, dict[bytes, int]] = field(default_factory=dict)
@@ -79,8 +79,18 @@ class EpisodeRecord:
             BadRequestError: the messages are none that a model could answer.
             RefusedMessageError: a text in them cannot be encoded.
         """
+        plan = self.preview(request, role=role)
+        self._num_planned += 1
+        if plan.parent is None:
+            self._openings.setdefault((role, plan.digests.opening), plan.number)
+        if request.token_ids is None:
+            self._asked[plan.parent, plan.digests.full[-1]] = plan
+        return plan
+
+    def preview(self, request: ChatRequest, *, role: str = "") -> PlannedTurn:
+        """Return what `plan` would return; the request is not made."""
         if request.token_ids is not None:
-            return self._plan_tokens(request, role=role)
+            return self._preview_tokens(request, role=role)
         _check_order(request.messages)
         digests = Digests.of(request)
         last = _find_last_reply(request.messages)
@@ -108,8 +118,8 @@ class EpisodeRecord:
             # The tokens of the conversation so far come from the record.
             before = self.turns[parent]
             context = [before.plan.context_ids, before.turn.completion.token_ids, prompt_ids]
-        plan = PlannedTurn(
-            number=next(self._numbers),
+        return PlannedTurn(
+            number=self._num_planned,
             parent=parent,
             relation=relation,
             origin=origin,
@@ -122,10 +132,6 @@ class EpisodeRecord:
             model=request.model,
             role=role,
         )
-        self._asked[parent, digests.full[-1]] = plan
-        if parent is None:
-            self._openings.setdefault((role, digests.opening), plan.number)
-        return plan
 
     def add(
         self,
@@ -166,7 +172,7 @@ class EpisodeRecord:
 
     # Prompts as tokens
 
-    def _plan_tokens(self, request: ChatRequest, *, role: str) -> PlannedTurn:
+    def _preview_tokens(self, request: ChatRequest, *, role: str) -> PlannedTurn:
         """Find the turn whose tokens a prompt begins with; what follows them is new."""
         context_ids = np.array(request.token_ids, dtype=np.int32)
         most = len(self.renderer.tokenizer)
@@ -188,8 +194,8 @@ class EpisodeRecord:
                 relation = "rewritten"
         prompt_ids = context_ids[num_known:]
         text = self.renderer.tokenizer.decode(prompt_ids.tolist(), skip_special_tokens=False)
-        plan = PlannedTurn(
-            number=next(self._numbers),
+        return PlannedTurn(
+            number=self._num_planned,
             parent=parent,
             relation=relation,
             origin=origin,
@@ -202,9 +208,6 @@ class EpisodeRecord:
             model=request.model,
             role=role,
         )
-        if parent is None:
-            self._openings.setdefault((role, plan.digests.opening), plan.number)
-        return plan
 
     def _find_beginning(self, token_ids: np.ndarray) -> int | None:
         """Return the turn with the longest conversation that tokens begin with."""
