@@ -408,7 +408,7 @@ def test_client_that_is_impatient_gets_the_reply_of_its_first_request(package, a
 
 @PACKAGES
 def test_client_that_is_cancelled_ends_its_sample(package, ask, monkeypatch):
-    monkeypatch.setattr("rl.agents.endpoint.episode.GRACE_S", 0.02)
+    monkeypatch.setattr("rl.agents.endpoint.retries.GRACE_S", 0.02)
 
     async def scenario(clients):
         served = clients.served

@@ -9,7 +9,7 @@ import pytest
 
 from rl.agents.dialects import completions
 from rl.agents.dialects.reply_reader import ParsedReply
-from rl.agents.endpoint.episode import RequestIdentity
+from rl.agents.endpoint.retries import RequestIdentity
 from rl.agents.endpoint.stateless import ChatModel, StatelessAnswerer
 from rl.agents.types import BadRequestError, RequestError
 from rl.utils.threads import WorkerThread

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from rl.agents.endpoint.episode import RequestIdentity
 from rl.agents.endpoint.record import EpisodeRecord
+from rl.agents.endpoint.retries import RequestIdentity
 from rl.agents.endpoint.stateless import ChatModel, StatelessAnswerer
 from rl.agents.types import ChatRequest, RequestError, ToolSpec
 from rl.rollouts.samples import make_demonstrated_completion

@@ -34,8 +34,9 @@ from rl.agents.dialects.checking import show_name, show_value
 from rl.agents.dialects.reply_reader import ParsedReply
 from rl.agents.endpoint.answering import Answer
 from rl.agents.endpoint.branches import ROLES
-from rl.agents.endpoint.episode import AgentEpisode, RequestIdentity
+from rl.agents.endpoint.episode import AgentEpisode
 from rl.agents.endpoint.episodes import Endpoint
+from rl.agents.endpoint.retries import RequestIdentity
 from rl.agents.types import BadRequestError, ChatReply, ChatRequest, RequestError
 from rl.http.guard import AccessGuard, RefusedError
 from rl.utils.nesting import exceeds_depth

@@ -25,6 +25,7 @@ from rl.agents.endpoint.answering import (
 )
 from rl.agents.endpoint.branches import Conversations, list_conversations
 from rl.agents.endpoint.record import EpisodeRecord
+from rl.agents.endpoint.retries import RequestIdentity, SharedReplies
 from rl.agents.endpoint.turns import PlannedTurn
 from rl.agents.settings import ClientRules, EpisodeSettings
 from rl.agents.types import ChatRequest, RequestError
@@ -35,10 +36,6 @@ from rl.utils.pace import Pace
 
 logger = logging.getLogger(__name__)
 
-MAX_GIVEN = 3
-"""Times that an answer is given to clients that do not say whether they retry."""
-MAX_ANSWERS = 64
-"""Answers of an episode that are kept for retries, unless more are under way."""
 LONG_CHARS = 100_000
 """Characters of a request that take tens of milliseconds to tokenize."""
 UNANSWERED_PER_REPLY = 10
@@ -49,45 +46,6 @@ MAX_ASKED = 16
 """Most values of a field that are recorded."""
 _told_harmless: set[str] = set()
 """Fields that the log has told of."""
-GRACE_S = 5.0
-"""Time after a disconnection in which a client may ask again before its reply is cancelled. Clients
-that retry wait up to a few seconds before they do."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestIdentity:
-    """What tells a repeated request from another one."""
-
-    digest: bytes
-    """Digest of path and body, or of the key by which the client names its request."""
-    is_first_try: bool | None = None
-    """True or False if the client says so; None if it does not."""
-
-
-@dataclass(kw_only=True, eq=False)
-class _Answering:
-    """A reply that is being sampled, or is there."""
-
-    task: asyncio.Task[Answer]
-    num_waiting: int = 0
-    is_delivered: bool = False
-    num_given: int = 0
-    """Times that the whole answer was sent."""
-    _expiry: asyncio.TimerHandle | None = None
-    """Timer that cancels the reply, while no client waits for it."""
-
-    def add_waiter(self) -> None:
-        """Note a client that waits: the reply is not cancelled while there is one."""
-        self.num_waiting += 1
-        if self._expiry is not None:
-            self._expiry.cancel()
-            self._expiry = None
-
-    def remove_waiter(self) -> None:
-        """Note that a client waits no more; without any the reply is cancelled after a while."""
-        self.num_waiting -= 1
-        if not (self.num_waiting or self.task.done()):
-            self._expiry = asyncio.get_running_loop().call_later(GRACE_S, self.task.cancel)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -113,7 +71,7 @@ class AgentEpisode:
         self.record = EpisodeRecord(
             renderer=self.renderer, announces_tools=self.rules.announces_tools
         )
-        self._answers: dict[bytes, _Answering] = {}
+        self._replies = SharedReplies()
         self._num_asked: Counter[bytes] = Counter()
         self._num_under_way = 0
         """Replies that are being sampled."""
@@ -128,73 +86,44 @@ class AgentEpisode:
 
         Raises RequestError for a request that is not answered.
         """
-        answering = self._answers.get(identity.digest)
-        if answering is not None and _may_repeat(answering, identity):
+        shared = self._replies.find(identity)
+        if shared is not None:
             self.counts["retries"] += 1
         else:
-            task = asyncio.create_task(self._answer(request, role=role))
-            answering = self._answers[identity.digest] = _Answering(task=task)
-            task.add_done_callback(partial(self._forget_failure, identity.digest))
-            self._forget_old_answers()
-        answering.add_waiter()
+            shared = self._replies.start(self._answer(request, role=role), identity=identity)
+        shared.add_waiter()
         try:
-            return await asyncio.shield(answering.task)
+            return await asyncio.shield(shared.task)
         except asyncio.CancelledError:
-            if answering.task.cancelled():
+            if shared.task.cancelled():
                 raise RequestError(
                     "the episode has ended", status=409, code="episode_ended"
                 ) from None
             self.counts["disconnects"] += 1
             raise
         finally:
-            answering.remove_waiter()
-
-    def _forget_failure(self, digest: bytes, task: asyncio.Task[Answer]) -> None:
-        """Forget a request without an answer: asked again, it is another one."""
-        # Reading the error tells asyncio that somebody knows of it.
-        if task.cancelled() or task.exception() is not None:
-            answering = self._answers.get(digest)
-            if answering is not None and answering.task is task:
-                del self._answers[digest]
-
-    def _forget_old_answers(self) -> None:
-        """Forget the oldest answers that were given: retries come soon."""
-        while len(self._answers) > MAX_ANSWERS:
-            oldest = next((key for key, one in self._answers.items() if one.is_delivered), None)
-            if oldest is None:
-                return
-            del self._answers[oldest]
+            shared.remove_waiter()
 
     def mark_delivered(self, answer: Answer, *, identity: RequestIdentity) -> None:
         """Note that the client has got its whole reply."""
         self.record.undelivered.discard(answer.number)
-        answering = self._find_answering(answer, identity)
-        if answering is not None:
-            answering.is_delivered = True
-            answering.num_given += 1
+        shared = self._replies.find_answered(answer)
+        if shared is not None:
+            shared.num_given += 1
 
     def mark_cut_off(self, answer: Answer, *, identity: RequestIdentity) -> None:
         """Count a client that has not taken its reply after all."""
         self.counts["cut_off"] += 1
-        answering = self._find_answering(answer, identity)
-        if answering is not None:
-            answering.num_given -= 1
-            answering.is_delivered = answering.num_given > 0
-            if not answering.is_delivered:
+        shared = self._replies.find_answered(answer)
+        if shared is not None:
+            shared.num_given -= 1
+            if not shared.is_delivered:
                 self.record.undelivered.add(answer.number)
-
-    def _find_answering(self, answer: Answer, identity: RequestIdentity) -> _Answering | None:
-        """Return what has given an answer; None if it is forgotten, or another one has its name."""
-        answering = self._answers.get(identity.digest)
-        if answering is None or not answering.task.done() or answering.task.result() is not answer:
-            return None
-        return answering
 
     def close(self) -> None:
         """End the episode: replies under way are cancelled, later requests are refused."""
         self._is_closed = True
-        for answering in self._answers.values():
-            answering.task.cancel()
+        self._replies.cancel()
 
     def check_open(self) -> None:
         """Raise RequestError if the episode has ended."""
@@ -338,16 +267,3 @@ def _make_limit_error(limit: str) -> RequestError:
 def _is_long(request: ChatRequest) -> bool:
     """Return whether other episodes would wait for the tokens of a request."""
     return sum(len(m.content) for m in request.messages) > LONG_CHARS
-
-
-def _may_repeat(answering: _Answering, identity: RequestIdentity) -> bool:
-    """Return whether a request with the same identity gets the same reply."""
-    task = answering.task
-    if task.cancelling() or (task.done() and (task.cancelled() or task.exception() is not None)):
-        return False
-    if identity.is_first_try:
-        # The client says that it asks anew: it wants another sample, unless it has given up the
-        # request before, as frameworks do that retry around a client.
-        return not (answering.is_delivered or answering.num_waiting)
-    # One that does not count its tries may want another sample too, such as after a bad reply.
-    return identity.is_first_try is False or answering.num_given < MAX_GIVEN

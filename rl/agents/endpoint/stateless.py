@@ -22,8 +22,8 @@ from rl.agents.endpoint.answering import (
     plan_turn,
     read_answer,
 )
-from rl.agents.endpoint.episode import RequestIdentity
 from rl.agents.endpoint.record import EpisodeRecord
+from rl.agents.endpoint.retries import RequestIdentity
 from rl.agents.endpoint.turns import PlannedTurn
 from rl.agents.types import BadRequestError, ChatRequest
 from rl.protocols import TokenGenerator

@@ -21,7 +21,7 @@ import numpy as np
 from fastapi import Request
 
 from rl.agents.endpoint.answering import Answer, make_model_error
-from rl.agents.endpoint.episode import RequestIdentity
+from rl.agents.endpoint.retries import RequestIdentity
 from rl.agents.endpoint.stateless import ChatModel, StatelessAnswerer
 from rl.agents.types import ChatRequest, RequestError
 from rl.models.files.tokenizer import open_tokenizer
