@@ -120,10 +120,24 @@ def test_a_first_try_after_a_delivered_reply_is_another_sample():
 def test_idempotency_key_names_the_request():
     async def scenario(served):
         headers = {"idempotency_key": "a", "x_stainless_retry_count": "0"}
-        first = await served.chat(HI, headers=headers)
-        second = await served.chat(HI, temperature=0.5, headers=headers)
-        assert first == second
+        # More often than a request without a name.
+        replies = [await served.chat(HI, headers=headers) for _ in range(5)]
+        assert all(reply == replies[0] for reply in replies)
         assert len(served.generator.calls) == 1
+
+    run_served(scenario)
+
+
+def test_idempotency_key_with_another_body_is_refused():
+    async def scenario(served):
+        await served.chat(HI, headers={"idempotency_key": "a"})
+        body = {"model": "any", "messages": [HI], "temperature": 0.5}
+        answer = await served.post("/v1/chat/completions", body, idempotency_key="a")
+        assert answer.status_code == 422
+        assert answer.json()["error"]["code"] == "idempotency_key_reused"
+        assert "with another body" in answer.json()["error"]["message"]
+        again = await served.post("/v1/chat/completions", body, idempotency_key="b")
+        assert again.status_code == 200
 
     run_served(scenario)
 

@@ -36,7 +36,7 @@ from rl.agents.endpoint.answering import Answer
 from rl.agents.endpoint.branches import ROLES
 from rl.agents.endpoint.episode import AgentEpisode
 from rl.agents.endpoint.episodes import Endpoint
-from rl.agents.endpoint.retries import RequestIdentity
+from rl.agents.endpoint.retries import IDEMPOTENCY_KEY, RequestIdentity
 from rl.agents.types import BadRequestError, ChatReply, ChatRequest, RequestError
 from rl.http.guard import AccessGuard, RefusedError
 from rl.utils.nesting import exceeds_depth
@@ -401,13 +401,18 @@ def _read_json(raw: bytes) -> dict[str, Any]:
 
 def _identify(path: str, raw: bytes, headers: Headers, *, role: str) -> RequestIdentity:
     """Return what tells a request from others of its episode."""
-    name = headers.get("idempotency-key")
-    content = raw if name is None else b"named " + name.encode()
+    name = headers.get(IDEMPOTENCY_KEY)
+    start = f"{path}\0{role}\0".encode()
+    if name is not None:
+        return RequestIdentity(digest=_digest(start + b"named " + name.encode()), body=_digest(raw))
     retries = headers.get(FIRST_TRY)
     return RequestIdentity(
-        digest=hashlib.blake2b(f"{path}\0{role}\0".encode() + content, digest_size=16).digest(),
-        is_first_try=None if retries is None or name is not None else retries == "0",
+        digest=_digest(start + raw), is_first_try=None if retries is None else retries == "0"
     )
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _read_role(headers: Headers) -> str:

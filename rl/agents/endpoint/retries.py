@@ -14,7 +14,10 @@ from functools import partial
 from typing import Any
 
 from rl.agents.endpoint.answering import Answer
+from rl.agents.types import RequestError
 
+IDEMPOTENCY_KEY = "Idempotency-Key"
+"""Header by which a client names its request."""
 MAX_GIVEN = 3
 """Times that an answer is given to clients that do not say whether they retry."""
 MAX_ANSWERS = 64
@@ -30,6 +33,8 @@ class RequestIdentity:
 
     digest: bytes
     """Digest of path and body, or of the key by which the client names its request."""
+    body: bytes | None = None
+    """Digest of the body of a request with a name; None: it has none."""
     is_first_try: bool | None = None
     """True or False if the client says so; None if it does not."""
 
@@ -38,8 +43,8 @@ class RequestIdentity:
 class SharedReply:
     """A reply that is being sampled, or is there."""
 
-    digest: bytes
-    """That of the identity of its requests."""
+    identity: RequestIdentity
+    """That of its first request."""
     task: asyncio.Task[Answer]
     num_waiting: int = 0
     num_given: int = 0
@@ -74,8 +79,10 @@ class SharedReply:
 
     def may_repeat(self, identity: RequestIdentity) -> bool:
         """Return whether a request with this identity may get the reply."""
-        if identity.digest != self.digest or self.has_failed:
+        if identity.digest != self.identity.digest or self.has_failed:
             return False
+        if identity.body is not None:
+            return True
         if identity.is_first_try:
             # The client says that it asks anew: it wants another sample, unless it has given up the
             # request before, as frameworks do that retry around a client.
@@ -95,10 +102,21 @@ class SharedReplies:
         return len(self._replies)
 
     def find(self, identity: RequestIdentity) -> SharedReply | None:
-        """Return the reply that a request gets because it repeats another; None if it does not."""
+        """Return the reply that a request gets because it repeats another; None if it does not.
+
+        Raises RequestError for another request with the name of an earlier one.
+        """
         found = [reply for reply in self._replies if reply.may_repeat(identity)]
         if not found:
             return None
+        if identity.body != found[0].identity.body:
+            # The status of the IETF's draft on this header; clients do not repeat the request.
+            raise RequestError(
+                f"{IDEMPOTENCY_KEY} names an earlier request with another body: send a new key, or "
+                "the same body",
+                status=422,
+                code="idempotency_key_reused",
+            )
         # Of equal requests a client that has gone repeats its own. The server may not know yet that
         # it has: then the last one that has fewest clients is as good as any.
         return min(reversed(found), key=lambda reply: (reply.is_delivered, reply.num_waiting))
@@ -107,7 +125,7 @@ class SharedReplies:
         self, answer: Coroutine[Any, Any, Answer], *, identity: RequestIdentity
     ) -> SharedReply:
         """Begin the reply to a request that repeats no other."""
-        reply = SharedReply(digest=identity.digest, task=asyncio.create_task(answer))
+        reply = SharedReply(identity=identity, task=asyncio.create_task(answer))
         self._replies.append(reply)
         reply.task.add_done_callback(partial(self._forget_failure, reply))
         self._forget_oldest()
