@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 
 import httpx
 import pytest
 
+from rl.agents.endpoint.episode import LONG_CHARS
+from rl.agents.types import BadRequestError, RequestError
 from tests.support.agent_endpoint import run_served, wait_until
 
 HI = {"role": "user", "content": "Hi"}
@@ -218,3 +222,54 @@ def test_a_client_that_is_gone_cancels_its_reply(monkeypatch):
         assert served.episode.list_conversations(trained=()).turns == ()
 
     run_served(scenario)
+
+
+def test_the_end_of_an_episode_that_a_leaving_client_is_not_told_of_is_not_logged(
+    caplog, monkeypatch
+):
+    asked, refused = asyncio.Event(), asyncio.Event()
+
+    async def reply(*_, **options):
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            refused.set()
+            raise RequestError("the episode has ended", status=409)
+
+    async def scenario(served):
+        monkeypatch.setattr(served.episode, "reply", reply)
+        asking = asyncio.create_task(served.chat(HI))
+        await asked.wait()
+        asking.cancel()
+        await refused.wait()
+
+    run_served(scenario)
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+def test_an_error_of_a_long_request_whose_client_has_gone_is_not_logged(caplog, monkeypatch):
+    monkeypatch.setattr("rl.agents.endpoint.retries.GRACE_S", 0)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def refuse(*_, **options):
+        asked.set()
+        assert go_on.wait(10)
+        raise BadRequestError("no such prompt")
+
+    monkeypatch.setattr("rl.agents.endpoint.episode.plan_turn", refuse)
+
+    async def scenario(served):
+        long = {"role": "user", "content": "x" * (LONG_CHARS + 1)}
+        asking = asyncio.create_task(served.chat(long))
+        await wait_until(asked.is_set)
+        asking.cancel()
+        await wait_until(lambda: not served.episode._replies)
+        go_on.set()
+        async with served.episode._recording:
+            pass  # The thread has ended.
+
+    run_served(scenario)
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]

@@ -36,7 +36,7 @@ from rl.agents.endpoint.answering import Answer
 from rl.agents.endpoint.branches import ROLES
 from rl.agents.endpoint.episode import AgentEpisode
 from rl.agents.endpoint.episodes import Endpoint
-from rl.agents.endpoint.retries import IDEMPOTENCY_KEY, RequestIdentity
+from rl.agents.endpoint.retries import IDEMPOTENCY_KEY, RequestIdentity, read_error
 from rl.agents.types import BadRequestError, ChatReply, ChatRequest, RequestError
 from rl.http.guard import AccessGuard, RefusedError
 from rl.utils.nesting import exceeds_depth
@@ -240,6 +240,7 @@ async def _reply(request: Request, answerer: Answerer) -> Response:
     role = _read_role(request.headers)
     identity = _identify(path, raw, request.headers, role=role)
     answering = asyncio.ensure_future(answerer.reply(wanted, identity=identity, role=role))
+    answering.add_done_callback(read_error)
     if wanted.is_streamed:
         await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
         if answering.done():

@@ -25,7 +25,7 @@ from rl.agents.endpoint.answering import (
 )
 from rl.agents.endpoint.branches import Conversations, list_conversations
 from rl.agents.endpoint.record import EpisodeRecord
-from rl.agents.endpoint.retries import RequestIdentity, SharedReplies
+from rl.agents.endpoint.retries import RequestIdentity, SharedReplies, read_error
 from rl.agents.endpoint.turns import PlannedTurn
 from rl.agents.settings import ClientRules, EpisodeSettings
 from rl.agents.types import ChatRequest, RequestError
@@ -202,7 +202,9 @@ class AgentEpisode:
                 return await asyncio.to_thread(plan)
 
         # A thread cannot be cancelled: the record is its own until it is done.
-        return await asyncio.shield(asyncio.create_task(plan_in_thread()))
+        planning = asyncio.create_task(plan_in_thread())
+        planning.add_done_callback(read_error)
+        return await asyncio.shield(planning)
 
     def _note_fields(self, request: ChatRequest) -> None:
         """Record what the client asked for, and count what has no effect."""

@@ -156,3 +156,9 @@ class SharedReplies:
             if oldest is None:
                 return
             self._replies.remove(oldest)
+
+
+def read_error(future: asyncio.Future[Any]) -> None:
+    """Read the error of a future: asyncio would log it if the client that waits has gone."""
+    if not future.cancelled():
+        future.exception()
