@@ -115,6 +115,41 @@ def test_refused_requests_use_up_no_replies_and_are_limited_by_themselves(monkey
     run_served(loop, max_context=100, max_requests=1)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/chat/completions", b"{", 400),
+        ("/v1/responses", {"input": "Hi", "bogus": 1}, 400),
+        ("/v1/messages", {"messages": ["x" * 500]}, 413),
+        ("/v1/messages/count_tokens", {"messages": []}, 400),
+    ],
+)
+def test_requests_that_cannot_be_read_are_limited(path, body, status, monkeypatch):
+    monkeypatch.setattr("rl.agents.endpoint.episode.UNANSWERED_AT_LEAST", 2)
+
+    async def scenario(served):
+        for _ in range(12):
+            assert (await served.post(path, body)).status_code == status
+        answer = await served.post(path, body)
+        assert answer.status_code == 403
+        assert "12 requests without a reply" in answer.json()["error"]["message"]
+        assert (await served.post("/v1/reward", {"reward": 1})).status_code == 200
+
+    run_served(scenario, max_requests=1, max_body_bytes=400)
+
+
+def test_a_name_that_another_request_has_had_counts_as_refused():
+    async def scenario(served):
+        for _ in range(2):
+            await served.chat(HI, headers={"idempotency_key": "a"})
+        body = {"model": "m", "messages": [HI, HI]}
+        answer = await served.post("/v1/chat/completions", body, idempotency_key="a")
+        assert answer.status_code == 422
+        assert served.episode.counts["requests"] == 2
+
+    run_served(scenario)
+
+
 def test_tokens_of_all_turns_are_limited():
     async def scenario(served):
         await served.chat(HI)

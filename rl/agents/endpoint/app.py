@@ -18,8 +18,15 @@ import logging
 import math
 import re
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
-from contextlib import aclosing
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+)
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -92,6 +99,8 @@ class Answerer(Protocol):
     async def reply(
         self, request: ChatRequest, *, identity: RequestIdentity, role: str = ""
     ) -> Answer: ...
+
+    def count_refused(self) -> None: ...
 
     def mark_delivered(self, answer: Answer, *, identity: RequestIdentity) -> None: ...
 
@@ -202,6 +211,11 @@ class AgentGuard(AccessGuard):
         return self._max_body_bytes
 
     def make_refusal(self, scope: Scope, refused: RefusedError) -> Response:
+        if refused.status == 413 and not self.is_open(scope):
+            try:
+                self._endpoint.find(read_key(scope)).count_refused()
+            except RequestError as error:
+                return make_error_response(scope["path"], error)
         return make_refusal_response(scope["path"], refused)
 
 
@@ -236,8 +250,9 @@ async def _reply(request: Request, answerer: Answerer) -> Response:
     path = _strip_prefix(request.url.path)
     dialect = DIALECTS[path]
     raw = await request.body()
-    wanted = dialect.read_request(_read_json(raw))
-    role = _read_role(request.headers)
+    with _count_refused(answerer):
+        wanted = dialect.read_request(_read_json(raw))
+        role = _read_role(request.headers)
     identity = _identify(path, raw, request.headers, role=role)
     answering = asyncio.ensure_future(answerer.reply(wanted, identity=identity, role=role))
     answering.add_done_callback(read_error)
@@ -262,6 +277,16 @@ async def _reply(request: Request, answerer: Answerer) -> Response:
     mark_cut_off = partial(answerer.mark_cut_off, answer, identity=identity)
     parts, length = _send(written, request, mark_cut_off=mark_cut_off), str(len(written))
     return ClosedStream(parts, media_type=kind, headers={"content-length": length})
+
+
+@contextmanager
+def _count_refused(answerer: Answerer) -> Iterator[None]:
+    """Count a request that the block refuses."""
+    try:
+        yield
+    except RequestError:
+        answerer.count_refused()
+        raise
 
 
 _NO_CACHE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -343,8 +368,9 @@ async def _wait_while_connected(request: Request, answering: asyncio.Future[Answ
 
 
 async def _count(request: Request, answerer: Answerer) -> Response:
-    wanted = messages.read_count_request(_read_json(await request.body()))
-    return _respond(messages.make_count(await answerer.count_tokens(wanted)))
+    with _count_refused(answerer):
+        wanted = messages.read_count_request(_read_json(await request.body()))
+        return _respond(messages.make_count(await answerer.count_tokens(wanted)))
 
 
 async def _list_models(request: Request, answerer: Answerer) -> Response:

@@ -59,7 +59,7 @@ class AgentEpisode:
     pace: Pace = field(default_factory=Pace)
     """Turns of all episodes."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Requests, retries, disconnections and fields without effect, by name."""
+    """Requests with refused ones, retries, disconnections, fields without effect, by name."""
     asked: dict[str, list[Any]] = field(default_factory=dict)
     """Model and sampling that clients asked for, each value once, by field."""
     posted: dict[str, float] = field(default_factory=dict)
@@ -86,7 +86,11 @@ class AgentEpisode:
 
         Raises RequestError for a request that is not answered.
         """
-        shared = self._replies.find(identity)
+        try:
+            shared = self._replies.find(identity)
+        except RequestError:
+            self.count_refused()
+            raise
         if shared is not None:
             self.counts["retries"] += 1
         else:
@@ -103,6 +107,14 @@ class AgentEpisode:
             raise
         finally:
             shared.remove_waiter()
+
+    def count_refused(self) -> None:
+        """Count a request that is refused before it asks for a reply.
+
+        Raises RequestError if there were too many without a reply.
+        """
+        self._check_num_unanswered()
+        self.counts["requests"] += 1
 
     def mark_delivered(self, answer: Answer, *, identity: RequestIdentity) -> None:
         """Note that the client has got its whole reply."""
@@ -160,10 +172,15 @@ class AgentEpisode:
         num_replies = len(self.record.turns) + self._num_under_way
         if num_replies >= most:
             self._stop_at("turns", f"its {most} replies")
-        most_unanswered = UNANSWERED_PER_REPLY * most + UNANSWERED_AT_LEAST
-        if self.counts["requests"] - num_replies >= most_unanswered:
+        self._check_num_unanswered()
+
+    def _check_num_unanswered(self) -> None:
+        """Raise RequestError if the episode has had too many requests without a reply."""
+        most = UNANSWERED_PER_REPLY * self.settings.max_requests + UNANSWERED_AT_LEAST
+        num_replies = len(self.record.turns) + self._num_under_way
+        if self.counts["requests"] - num_replies >= most:
             # No limit that the rollout has reached: an agent that fails now has failed.
-            raise _make_limit_error(f"{most_unanswered} requests without a reply")
+            raise _make_limit_error(f"{most} requests without a reply")
 
     async def _sample(self, request: ChatRequest, *, role: str) -> Answer:
         """Plan a turn, sample its reply, and record it."""

@@ -93,6 +93,9 @@ class StatelessAnswerer:
         name = self.names[0] if self.names else "model"
         return read_answer(request, plan, completion, renderer=self.model.renderer, model=name)
 
+    def count_refused(self) -> None:
+        """Do nothing: nobody counts."""
+
     def mark_delivered(self, answer: Answer, *, identity: RequestIdentity) -> None:
         """Do nothing: a client that asks again gets another reply."""
 

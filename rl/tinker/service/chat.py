@@ -212,6 +212,9 @@ class OwnerAnswerer:
             answerer = await self.chats.open(request.model, self.owner)
             return await answerer.reply(request, identity=identity, role=role)
 
+    def count_refused(self) -> None:
+        """Do nothing, as `StatelessAnswerer`."""
+
     def mark_delivered(self, answer: Answer, *, identity: RequestIdentity) -> None:
         """Do nothing, as `StatelessAnswerer`."""
 
