@@ -160,6 +160,28 @@ def test_tokens_of_all_turns_are_limited():
     run_served(scenario, max_tokens=50)
 
 
+def test_tokens_of_replies_under_way_count_and_are_given_back():
+    async def scenario(served):
+        served.generator.go_on = asyncio.Event()
+        body = {"model": "m", "max_tokens": 20}
+        asking = []
+        for number in range(8):
+            messages = [HI, {"role": "user", "content": str(number)}]
+            asking.append(served.post("/v1/chat/completions", body | {"messages": messages}))
+        answers = asyncio.gather(*asking)
+        # A prompt has 30 tokens: two with their replies may have 100 of 140.
+        await wait_until(lambda: served.episode._num_under_way == 8)
+        await wait_until(lambda: len(served.generator.calls) == 2)
+        served.generator.go_on.set()
+        assert sorted(answer.status_code for answer in await answers) == [200] * 3 + [403] * 5
+        # The third waits, and may have as many tokens as without the others at the same time.
+        assert [sampling.max_tokens for _, sampling in served.generator.calls] == [20] * 3
+        assert served.episode.record.num_tokens == 3 * (30 + 7)
+        assert served.episode.reached == "tokens"
+
+    run_served(scenario, max_tokens=140)
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [

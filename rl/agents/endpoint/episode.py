@@ -75,6 +75,10 @@ class AgentEpisode:
         self._num_asked: Counter[bytes] = Counter()
         self._num_under_way = 0
         """Replies that are being sampled."""
+        self._num_reserved = 0
+        """Tokens of their prompts, and the most that the replies may have."""
+        self._released = asyncio.Event()
+        """Set when the next reply ends."""
         self._recording = asyncio.Lock()
         """Held by who reads or changes the record, which long texts do in a thread."""
         self._is_closed = False
@@ -185,23 +189,31 @@ class AgentEpisode:
     async def _sample(self, request: ChatRequest, *, role: str) -> Answer:
         """Plan a turn, sample its reply, and record it."""
         plan = await self._plan(request, role=role)
+        await self._wait_for_tokens(request, plan)
         sampling = self._choose_sampling(request, plan)
-        ((completion,),) = await self.generator.generate(
-            [plan.context_ids], sampling=sampling, session=self.settings.key
-        )
-        await self.pace.wait_for_turn()
-        self.check_open()
-        answer = read_answer(
-            request, plan, completion, renderer=self.renderer, model=self.rules.name
-        )
-        async with self._recording:
-            self.record.add(
-                plan,
-                completion,
-                text=answer.text,
-                told=answer.parsed.message,
-                stop_text=answer.reply.stop_text,
+        num_reserved = len(plan.prompt_ids) + sampling.max_tokens
+        self._num_reserved += num_reserved
+        try:
+            ((completion,),) = await self.generator.generate(
+                [plan.context_ids], sampling=sampling, session=self.settings.key
             )
+            await self.pace.wait_for_turn()
+            self.check_open()
+            answer = read_answer(
+                request, plan, completion, renderer=self.renderer, model=self.rules.name
+            )
+            async with self._recording:
+                self.record.add(
+                    plan,
+                    completion,
+                    text=answer.text,
+                    told=answer.parsed.message,
+                    stop_text=answer.reply.stop_text,
+                )
+        finally:
+            self._num_reserved -= num_reserved
+            self._released.set()
+            self._released = asyncio.Event()
         if request.requires_call and not answer.parsed.calls:
             self.counts["missed_calls"] += 1
         return answer
@@ -235,17 +247,41 @@ class AgentEpisode:
                 _told_harmless.add(name)
                 logger.info("agents send the field %s, which has no effect", name)
 
-    def _choose_sampling(self, request: ChatRequest, plan: PlannedTurn) -> SamplingParams:
-        """Return the sampling of a reply; raise RequestError if there is no room for one."""
+    async def _wait_for_tokens(self, request: ChatRequest, plan: PlannedTurn) -> None:
+        """Wait for replies under way while they may leave fewer tokens than a reply may have.
+
+        Most replies are shorter than they may be: a reply that begins near the limit of the episode
+        has as many tokens as it would have if the agent had asked for one after the other.
+        """
+        most = self._limit_reply(plan)
+        if request.max_tokens is not None:
+            most = min(most, request.max_tokens)
+        while self._num_reserved and 0 < self._count_left(plan) < self._num_reserved + most:
+            await self._released.wait()
+
+    def _limit_reply(self, plan: PlannedTurn) -> int:
+        """Return the most tokens of a reply, whatever the episode has left.
+
+        Raises RequestError if there is no room for one.
+        """
         settings, num_context = self.settings, len(plan.context_ids)
         room = settings.max_context - num_context
         if room < 1:
             raise make_context_error(num_context, most=settings.max_context)
-        left = settings.max_tokens - self.record.num_tokens - len(plan.prompt_ids)
+        return min(settings.sampling.max_tokens, room)
+
+    def _count_left(self, plan: PlannedTurn) -> int:
+        """Return the tokens of the episode that a prompt leaves."""
+        return self.settings.max_tokens - self.record.num_tokens - len(plan.prompt_ids)
+
+    def _choose_sampling(self, request: ChatRequest, plan: PlannedTurn) -> SamplingParams:
+        """Return the sampling of a reply; raise RequestError if there is no room for one."""
+        settings = self.settings
+        left = self._count_left(plan)
+        most = min(self._limit_reply(plan), left)
         if left < 1:
             self._stop_at("tokens", f"its {settings.max_tokens} tokens")
 
-        most = min(settings.sampling.max_tokens, room, left)
         asked = request.max_tokens
         if asked is not None and asked > most and self.rules.refuses_long_replies:
             raise RequestError(
