@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from rl.agents.endpoint.app import make_app
-from rl.agents.endpoint.episode import RequestIdentity
 from rl.agents.endpoint.episodes import Endpoint
+from rl.agents.endpoint.retries import RequestIdentity
 from rl.agents.rollouts import AgentEpisodes
 from rl.agents.settings import EpisodeSettings
 from rl.agents.types import ChatRequest
