@@ -16,6 +16,7 @@ from actors.trainer import PolicyTrainer
 from rl.agents.task import AgentTask
 from rl.config.configurable import HIDDEN, ONE_RUN, Configurable, only_if, unless
 from rl.config.tree import check_bounds, has_members
+from rl.ledger.config import LedgerConfig
 from rl.loop.loop import Loop
 from rl.loop.warmup import SupervisedWarmup
 from rl.models.spec import ModelSpec
@@ -380,6 +381,7 @@ class RunConfig(ClusterConfig):
     """Choice of the generator for a prompt; sticky: a session stays with its generator, other
     prompts go where least_loaded sends them."""
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
     timeline: TimelineConfig = field(default_factory=TimelineConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     sinks: SinksConfig = field(default_factory=SinksConfig)

@@ -45,9 +45,13 @@ from actors.preflight.plan import describe_data, describe_source, make_plan
 from actors.prepare import FROM_THE_BEGINNING, PreparedRun, prepare_run
 from actors.run import Run, load_weights, start_actors
 from losses.types import get_sequence_setting, uses_proximal_logprobs
+from rl.agents.rollouts import PlayedTask
 from rl.config.configurable import Configurable
-from rl.config.json import list_changed_fields, to_dict
+from rl.config.json import list_changed_fields, name_code, to_dict
 from rl.config.registry import ExplanationForm, RunRequest
+from rl.ledger.writer import Ledger
+from rl.ledger.writer import cut_back as cut_back_ledger
+from rl.loop.ledger import StepLedger
 from rl.loop.loop import Loop
 from rl.loop.setup import RolloutSetup
 from rl.loop.state import StepCheckpoints
@@ -290,7 +294,28 @@ class Training:
         step = self._starts[-1]
         logger.info("going on after step %d", step)
         cut_back(metrics=self.folder.metrics, rollouts=self.folder.rollouts, position=position)
+        cut_back_ledger(self.folder.ledger, step=None if position is None else position.step)
         self.run.events.add("went_back", to_step=step)
+
+    def _open_ledger(self) -> StepLedger | None:
+        config = self.config
+        if not config.ledger.enable:
+            return None
+        loss = config.trainer.loss
+        return StepLedger(
+            ledger=Ledger(self.folder.ledger, config=config.ledger),
+            config=config.loop,
+            loss={"class": name_code(type(loss)), **to_dict(loss)},
+            trained_roles=self._list_trained_roles(),
+        )
+
+    def _list_trained_roles(self) -> tuple[str, ...] | None:
+        """Return the roles that are trained on; None if the task chooses its branches itself."""
+        agents = self.config.agents
+        if agents is None:
+            return None if isinstance(self.plan.task, PlayedTask) else ("main",)
+        chooses = getattr(self.plan.task, "choose_branches", None) is not None
+        return None if chooses else agents.trained_roles
 
     def _build_loop(
         self,
@@ -329,6 +354,7 @@ class Training:
                 last_saved=position.step if position is not None and in_folder else None,
             ),
             recorder=Recorder(self.folder.rollouts, config=config.recorder),
+            ledger=self._open_ledger(),
             watch=sinks.console.watch,
             position=position,
             proximal_logprobs=uses_proximal_logprobs(config.trainer.loss),

@@ -50,7 +50,12 @@ from rl.observability.metrics import MetricsWriter
 from rl.observability.recorder import Recorder, RecorderConfig
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.renderer import RendererConfig, make_renderer
-from rl.trainer_types import ForwardBackwardResult, OptimParams, OptimStepResult
+from rl.trainer_types import (
+    ForwardBackwardResult,
+    OptimParams,
+    OptimStepResult,
+    TrainedTokens,
+)
 from rl.training.checkpoints.config import CheckpointConfig
 from rl.types import Completion, Problem, PullResult, Rollout, SamplingParams, Score, TrainingSample
 from rl.utils.processes import ProcessId, disable_collections, identify, reduce_collections
@@ -196,11 +201,12 @@ class FakeActors:
         self,
         samples: Sequence[TrainingSample],
         *,
-        return_logprobs: bool | Sequence[int] = False,
+        return_trained: bool | Sequence[int] = False,
         **_: Any,
     ) -> ForwardBackwardResult:
         await asyncio.sleep(0)
-        places = () if isinstance(return_logprobs, bool) else return_logprobs
+        places = () if isinstance(return_trained, bool) else return_trained
+        read = [np.zeros(len(samples[i].token_ids), dtype=np.float32) for i in places]
         return ForwardBackwardResult(
             loss_sum=-1.0,
             denominator=1.0,
@@ -213,7 +219,7 @@ class FakeActors:
             logprob_diff_mean=0.0,
             logprob_diff_max=0.0,
             logprobs_identical=True,
-            logprobs=tuple(np.zeros(len(samples[i].token_ids), dtype=np.float32) for i in places)
+            trained=tuple(TrainedTokens(logprobs=zeros, advantages=zeros) for zeros in read)
             or None,
         )
 

@@ -70,6 +70,7 @@ class EngineClient(ABC):
         *,
         loss: Loss | None = None,
         return_logprobs: bool | Sequence[int] = False,
+        return_trained: bool | Sequence[int] = False,
         model_id: str = RUN,
     ) -> ForwardBackwardResult:
         return await self.call_engine(
@@ -77,6 +78,7 @@ class EngineClient(ABC):
             samples,
             loss=loss,
             return_logprobs=return_logprobs,
+            return_trained=return_trained,
             model_id=model_id,
         )
 

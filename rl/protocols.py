@@ -86,6 +86,7 @@ class Trainer(Protocol):
         *,
         loss: Loss | None = None,
         return_logprobs: bool | Sequence[int] = False,
+        return_trained: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
         """Add the gradient of the summed loss; k calls on parts equal one call.
 
@@ -93,6 +94,7 @@ class Trainer(Protocol):
             loss: None takes the configured loss.
             return_logprobs: True to return the logprobs of all samples; or the indices of some, in
                 this order.
+            return_trained: the same for what the loss has read of the samples' tokens.
         """
         ...
 

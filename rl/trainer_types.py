@@ -67,6 +67,19 @@ class DeviceMemory:
         return cls(allocated=allocated, reserved=reserved, total=total)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainedTokens:
+    """What the loss has read of a sample's tokens; NaN for tokens that it was not applied to.
+
+    With K targets the arrays are [T, K].
+    """
+
+    logprobs: np.ndarray
+    """[T] float32, nats, of the pass that computed the gradient."""
+    advantages: np.ndarray
+    """[T] float32."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackwardResult:
     """Result of a `forward_backward` or `forward` call, over all ranks."""
@@ -90,6 +103,10 @@ class ForwardBackwardResult:
     logprob_diff_max: float
     logprobs_identical: bool
     """True if both logprobs of every valid token are bit-identical."""
+    num_trained_tokens: int = 0
+    """Tokens of the samples' masks, over all micro-batches that the loss has read."""
+    advantage_sum: float = 0.0
+    """Sum of these tokens' advantages, as the loss has read them."""
     loss_metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the loss itself, averaged over valid tokens."""
     expert_load: ExpertLoad | None = None
@@ -101,6 +118,8 @@ class ForwardBackwardResult:
     logprobs: tuple[np.ndarray, ...] | None = field(default=None, compare=False)
     """[T] float32 nats of each requested sample, entry t for token t, entry 0 is 0; [T, K] with K
     targets. None if no logprobs were requested."""
+    trained: tuple[TrainedTokens, ...] | None = field(default=None, compare=False)
+    """Of each requested sample; None if none was requested."""
 
     @property
     def loss_mean(self) -> float:

@@ -18,6 +18,7 @@ import numpy as np
 from rl.branches import Branch as Branch
 from rl.branches import BranchRole as BranchRole
 from rl.branches import check_branches, find_main_branch, is_default, make_one_branch, split_rows
+from rl.receipts import Receipt
 from rl.utils.printing import describe_value
 from rl.utils.sharing import ReadOnlyDict, Shareable, copy_data, freeze_arrays, restore_fields
 from rl.weight_types import BoxSum as BoxSum
@@ -169,6 +170,8 @@ class Completion:
     policy_versions: np.ndarray
     """[C] int32, version of the weights that generated each token."""
     finish_reason: FinishReason
+    receipt: Receipt | None = field(default=None, compare=False)
+    """Seal of the generator's client; None for a completion of another source."""
 
     @property
     def is_cut_off(self) -> bool:

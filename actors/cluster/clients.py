@@ -22,6 +22,7 @@ from actors.launch.calls import ActorLostError, ActorTimeoutError
 from actors.trainer import PolicyTrainer
 from rl.engine_client import EngineClient, FileUse
 from rl.protocols import ResumableGenerator
+from rl.receipts import seal
 from rl.types import Completion, SamplingParams
 from rl.utils.errors import RunError
 from rl.utils.threads import gather_or_cancel
@@ -102,7 +103,7 @@ class GeneratorClient:
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
             raise
-        return answers[0]
+        return seal(answers[0], prompts, generator=self.generator.name, call=call_id[:16])
 
     async def abort(self) -> int:
         """End all completions of the generator, also those of other clients.

@@ -1,4 +1,4 @@
-"""The training samples of a batch of rollouts, and the trainer's logprobs of the recorded ones.
+"""The training samples of a batch of rollouts, and what was trained of the recorded ones.
 
     scored groups -> rewards by token (- KL) -> advantages -> samples -> length limit, masks ->
     minibatches
@@ -23,7 +23,6 @@ import numpy as np
 from rl.branches import split_rows
 from rl.loop.config import LoopConfig
 from rl.observability.metrics import Mean, Metric, Sum
-from rl.observability.recorder import TrainedRollout
 from rl.protocols import Trainer
 from rl.rollouts.advantage import KLReward, compute_kl_penalty
 from rl.rollouts.group import (
@@ -36,6 +35,8 @@ from rl.rollouts.group import (
 )
 from rl.rollouts.producer import Batch
 from rl.rollouts.samples import collect_from_rows, cut, policy_samples
+from rl.rollouts.trained import TOO_LONG, TRAINED, TRUNCATED, TrainedRollout
+from rl.trainer_types import TrainedTokens
 from rl.types import Rollout, TrainingSample
 from rl.utils.errors import RunError
 
@@ -246,59 +247,61 @@ def collect_trained_rollouts(
     training: TrainingBatch,
     *,
     recorded: Collection[RolloutId],
-    logprobs: Mapping[SampleId, np.ndarray],
+    tokens: Mapping[SampleId, TrainedTokens],
 ) -> list[list[TrainedRollout]]:
-    """Return the advantages of each scored rollout of each group, and the trainer's logprobs of the
-    recorded ones.
+    """Return the advantages of each scored rollout of each group, and what is known of the training
+    on the tokens of the recorded ones.
 
-    `logprobs` are of the gradient's own forward pass; proximal logprobs of a sample take their
-    place.
+    `tokens` are what the loss has read.
     """
     samples: dict[SampleId, TrainingSample] = {}
-    for minibatch in training.minibatches:
+    minibatches: dict[RolloutId, int] = {}
+    for number, minibatch in enumerate(training.minibatches):
         samples |= minibatch
+        minibatches |= dict.fromkeys(map(get_rollout_id, minibatch), number)
 
     rows: list[list[TrainedRollout]] = []
     for p, group in enumerate(batch.groups):
         row = []
         members = zip(group.scored, training.advantages_PG[p], strict=True)
         for g, (member, advantages_C) in enumerate(members):
-            trained = TrainedRollout(advantages=advantages_C)
+            trained = TrainedRollout(advantages=advantages_C, minibatch=minibatches.get((p, g), -1))
             if (p, g) in recorded:
-                # Logprobs are large: only rollouts that go into rollouts.jsonl carry them.
-                trained = _add_logprobs(trained, member.rollout, (p, g), samples, logprobs)
+                # Tokens are large: only rollouts that are recorded carry them.
+                trained = _add_tokens(trained, member.rollout, (p, g), samples, tokens)
             row.append(trained)
         rows.append(row)
     return rows
 
 
-def _add_logprobs(
+def _add_tokens(
     trained: TrainedRollout,
     rollout: Rollout,
     rollout_id: RolloutId,
     samples: Mapping[SampleId, TrainingSample],
-    logprobs: Mapping[SampleId, np.ndarray],
+    tokens: Mapping[SampleId, TrainedTokens],
 ) -> TrainedRollout:
-    """Add mask and logprobs of a recorded rollout from its rows.
+    """Add masks and logprobs of a recorded rollout from its rows.
 
     A row that was too long to train on is not among the `samples`.
     """
-    masks: list[np.ndarray | None] = []
-    known: list[np.ndarray | None] = []
-    for row in range(len(split_rows(rollout.branches))):
-        sample_id = make_sample_id(rollout_id, row=row)
-        sample, logprobs_T = samples.get(sample_id), logprobs.get(sample_id)
-        # With several minibatches the gradient's own forward is of weights that have moved since.
-        if sample is not None and sample.proximal_logprobs is not None:
-            logprobs_T = sample.proximal_logprobs
-        masks.append(None if sample is None else sample.mask)
-        known.append(logprobs_T)
+    ids = [make_sample_id(rollout_id, row=row) for row in range(len(split_rows(rollout.branches)))]
+    rows = [samples.get(sample_id) for sample_id in ids]
+    read = [tokens.get(sample_id) for sample_id in ids]
+    collect = partial(collect_from_rows, rollout, dtype=np.float32, missing=np.nan)
 
-    trainer_logprobs: np.ndarray | None = None
-    if any(logprobs_T is not None for logprobs_T in known):
-        trainer_logprobs = collect_from_rows(rollout, known, dtype=np.float32, missing=np.nan)
+    def collect_known(values: list[np.ndarray | None]) -> np.ndarray | None:
+        return None if all(value is None for value in values) else collect(values)
+
+    # A masked rollout has no token to train on; of others only the missing end is masked.
+    is_masked = not any(sample is not None and sample.mask.any() for sample in rows)
+    reason = TRUNCATED if is_masked and rollout.is_truncated else TOO_LONG
+    reasons = [None if s is None else np.where(s.mask, TRAINED, reason) for s in rows]
     return replace(
         trained,
-        mask=collect_from_rows(rollout, masks, dtype=np.bool_, missing=False),
-        trainer_logprobs=trainer_logprobs,
+        reasons=collect_from_rows(rollout, reasons, dtype=np.int8, missing=reason),
+        trainer_logprobs=collect_known([None if t is None else t.logprobs for t in read]),
+        trainer_advantages=collect_known([None if t is None else t.advantages for t in read]),
+        proximal_logprobs=collect_known([s.proximal_logprobs if s else None for s in rows]),
+        reference_logprobs=collect_known([s.reference_logprobs if s else None for s in rows]),
     )

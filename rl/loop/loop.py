@@ -27,12 +27,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-import numpy as np
-
 from rl.config.configurable import Configurable
 from rl.config.rules import check_rules, select_rules
 from rl.loop.batch import TrainingBatch, collect_trained_rollouts, make_training_batch
 from rl.loop.config import LoopConfig
+from rl.loop.ledger import StepLedger
 from rl.loop.metrics import (
     StepClock,
     TrainedMinibatch,
@@ -50,11 +49,11 @@ from rl.observability.recorder import BackgroundWriter, Recorder
 from rl.observability.spans import add_error_context
 from rl.protocols import Publisher, Trainer
 from rl.rollouts.bundles import EpisodeRoom
-from rl.rollouts.group import RolloutWorker, SampleId, get_rollout_id
+from rl.rollouts.group import RolloutId, RolloutWorker, SampleId, get_rollout_id
 from rl.rollouts.producer import Batch, NothingToLearnError, NumberedProblems, RolloutProducer
 from rl.rollouts.staleness import StalenessBound, WeightVersions
 from rl.run_rules import RULES
-from rl.trainer_types import ForwardBackwardResult, OptimStepResult
+from rl.trainer_types import ForwardBackwardResult, OptimStepResult, TrainedTokens
 from rl.types import LoopPosition
 from rl.utils.clock import now_s
 from rl.utils.errors import RunError, StopRequestedError
@@ -122,6 +121,7 @@ class Loop(Configurable):
         checkpoints: StepCheckpoints,
         sinks: Sequence[Sink],
         recorder: Recorder | None = None,
+        ledger: StepLedger | None = None,
         watch: Callable[[str], AbstractContextManager[object]] = nullcontext,
         position: LoopPosition | None = None,
         proximal_logprobs: bool = False,
@@ -130,6 +130,7 @@ class Loop(Configurable):
         """
         Args:
             recorder: writes the rollouts of every batch and evaluation.
+            ledger: writes what every step has trained.
             watch: shows the title of an evaluation while it runs.
             position: position of an earlier loop to continue from; the trainer has the weights of
                 its step.
@@ -144,6 +145,7 @@ class Loop(Configurable):
         self.checkpoints = checkpoints
         self.sinks = sinks
         self.recorder = recorder
+        self.ledger = ledger
         self.watch = watch
 
         # With a single update the loss can use its own logprobs.
@@ -281,19 +283,26 @@ class Loop(Configurable):
         self, step: int, batch: Batch, training: TrainingBatch, *, on_policy: bool
     ) -> list[TrainedMinibatch]:
         """Update the weights once for each minibatch, and record the rollouts."""
-        recorded = set() if self.recorder is None else set(self.recorder.choose_ids(batch.groups))
-        logprobs: dict[SampleId, np.ndarray] = {}
+        recorded: set[RolloutId] = set()
+        for records in (self.recorder, self.ledger):
+            recorded |= set() if records is None else set(records.choose_ids(batch.groups))
+        tokens: dict[SampleId, TrainedTokens] = {}
         trained: list[TrainedMinibatch] = []
+        steps_of_versions = dict(self._versions.step_of_version)
 
-        def write(recorder: Recorder) -> None:
-            rollouts = collect_trained_rollouts(
-                batch, training, recorded=recorded, logprobs=logprobs
-            )
-            recorder.step(step, batch, rollouts)
+        def write() -> None:
+            rollouts = collect_trained_rollouts(batch, training, recorded=recorded, tokens=tokens)
+            if self.recorder is not None:
+                self.recorder.step(step, batch, rollouts)
+            # A step that failed has trained nothing.
+            if self.ledger is not None and len(trained) == len(training.minibatches):
+                self.ledger.step(
+                    step, batch, rollouts, trained=trained, steps_of_versions=steps_of_versions
+                )
 
         try:
             for samples in training.minibatches:
-                # Ask only for logprobs that are recorded: each costs a copy from the device.
+                # Ask only for tokens that are recorded: each costs a copy from the device.
                 indices: list[int] = []
                 ids: list[SampleId] = []
                 for index, sample_id in enumerate(samples):
@@ -301,9 +310,9 @@ class Loop(Configurable):
                         indices.append(index)
                         ids.append(sample_id)
                 gradient = await self.trainer.forward_backward(
-                    [*samples.values()], return_logprobs=indices or False
+                    [*samples.values()], return_trained=indices or False
                 )
-                logprobs |= zip(ids, gradient.logprobs or (), strict=False)
+                tokens |= zip(ids, gradient.trained or (), strict=False)
 
                 # Later minibatches differ from the generator by the updates between them.
                 if on_policy and not trained:
@@ -333,7 +342,8 @@ class Loop(Configurable):
         except Exception:
             # Groups that no batch has taken are recorded here, or nowhere.
             unused = self._producer.collect_unused()
-            await self._record(lambda recorder: recorder.record_pending(step, unused), last=True)
+            if self.recorder is not None:
+                await self._record(partial(self.recorder.record_pending, step, unused), last=True)
             raise
 
     async def _update_weights(self, *, allow_empty: bool) -> OptimStepResult:
@@ -369,7 +379,8 @@ class Loop(Configurable):
         with self.watch(f"evaluation at step {step} ({self._evaluator.num_problems} problems)"):
             result = await self._stop.run_until_stop(self._evaluator.run())
         eval_s = now_s() - started
-        await self._record(lambda recorder: recorder.evaluation(step, result))
+        if self.recorder is not None:
+            await self._record(partial(self.recorder.evaluation, step, result))
         self._write(
             {
                 "step": step,
@@ -387,12 +398,12 @@ class Loop(Configurable):
             await self._writer.finish()
             await self.checkpoints.save(self._progress.make_position(), last=last)
 
-    async def _record(self, write: Callable[[Recorder], None], *, last: bool = False) -> None:
+    async def _record(self, write: Callable[[], None], *, last: bool = False) -> None:
         """Write rollouts in the background; with `last`, before a run that fails ends."""
-        if self.recorder is None:
+        if self.recorder is None and self.ledger is None:
             return
         submit = self._writer.last if last else self._writer.begin
-        await submit(partial(write, self.recorder))
+        await submit(write)
 
     def _write(self, record: Record) -> None:
         for sink in self.sinks:

@@ -9,9 +9,9 @@
 `kind` is train, dropped (with the reason), pending (not yet trained on when the run stopped), eval
 (greedy) or eval_sampled (with the set). `logprobs` are the generator's, in nats. Only `train` has
 the last three: the trainer's logprobs in the pass that computed the gradient, NaN for tokens that
-were cut off; advantages; and the mask, 1 for tokens that were trained on. Versions, advantages and
-mask are one number if all tokens have the same. Numbers that are not finite are strings, as in
-metrics.jsonl.
+were not trained on; advantages; and the mask, 1 for tokens that were trained on. Versions,
+advantages and mask are one number if all tokens have the same. Numbers that are not finite are
+strings, as in metrics.jsonl.
 
 `turns` are in the order in which they were asked. An episode that branches, or whose only branch is
 not a plain one, also has its conversations, as indices of the turns; turns that are in no trained
@@ -46,6 +46,7 @@ from rl.observability.metrics import to_json
 from rl.rollouts.evaluation import EvaluationResult
 from rl.rollouts.group import Group, RolloutId
 from rl.rollouts.producer import Batch
+from rl.rollouts.trained import TrainedRollout
 from rl.tasks.data import write_pass_rates
 from rl.types import Branch, Rollout, Score, Turn
 from rl.utils.errors import warn_unwritten
@@ -91,35 +92,6 @@ class RecorderConfig:
     def __post_init__(self) -> None:
         check_bounds(self, "num_groups", "num_eval_problems", at_least=0)
         check_bounds(self, "max_megabytes", above=0, below=math.inf)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TrainedRollout:
-    """Training data of a scored rollout's tokens."""
-
-    advantages: np.ndarray
-    """[C] float32."""
-    mask: np.ndarray | None = None
-    """[C] bool, True for tokens that were trained on; None if unknown."""
-    trainer_logprobs: np.ndarray | None = None
-    """[C] float32, nats; NaN for tokens that were cut off. None if the trainer did not return them.
-    """
-
-    def split_by_turn(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-        """Return the fields of each turn's line; `turns` are the trained ones of the rollout."""
-        lines: list[dict[str, Any]] = []
-        start = 0
-        for turn in turns:
-            tokens = slice(start, start + len(turn.completion.token_ids))
-            line: dict[str, Any] = {"advantages": _fold_equal(self.advantages[tokens])}
-            if self.trainer_logprobs is not None:
-                line["trainer_logprobs"] = _round(self.trainer_logprobs[tokens])
-            if self.mask is not None:
-                # 0 and 1 are shorter than false and true, and there may be thousands.
-                line["mask"] = _fold_equal(self.mask[tokens].astype(np.int8))
-            lines.append(line)
-            start = tokens.stop
-        return lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -236,7 +208,7 @@ class Recorder:
         rollout, score, trained = entry.rollout, entry.score, entry.trained
         turns = [self._describe_turn(turn) for turn in rollout.turns]
         if trained is not None and self.config.tokens:
-            more = trained.split_by_turn(rollout.trained_turns)
+            more = _split_by_turn(trained, rollout.trained_turns)
             for index, fields in zip(rollout.trained_indices, more, strict=True):
                 turns[index] |= fields
         line = {
@@ -274,6 +246,27 @@ class Recorder:
                 "policy_versions": _fold_equal(completion.policy_versions),
             }
         return _drop_none(fields)
+
+
+def _split_by_turn(trained: TrainedRollout, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Return the fields of each turn's line; `turns` are the trained ones of the rollout."""
+    # With several minibatches the weights have moved since the pass that computed the gradient.
+    logprobs_C, mask_C = trained.proximal_logprobs, trained.mask
+    if logprobs_C is None:
+        logprobs_C = trained.trainer_logprobs
+    lines: list[dict[str, Any]] = []
+    start = 0
+    for turn in turns:
+        tokens = slice(start, start + len(turn.completion.token_ids))
+        line: dict[str, Any] = {"advantages": _fold_equal(trained.advantages[tokens])}
+        if logprobs_C is not None:
+            line["trainer_logprobs"] = _round(logprobs_C[tokens])
+        if mask_C is not None:
+            # 0 and 1 are shorter than false and true, and there may be thousands.
+            line["mask"] = _fold_equal(mask_C[tokens].astype(np.int8))
+        lines.append(line)
+        start = tokens.stop
+    return lines
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:

@@ -62,7 +62,9 @@ METRICS = "metrics.jsonl"
 ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
 TENSORBOARD = "tensorboard"
 LOGS = "logs"
+LEDGER = "ledger"
 OWN_FOLDERS = (LOGS, "checkpoints")
+LEDGERS = (LEDGER, f"{LEDGER}{OLD_SUFFIX}")
 SINK_FOLDERS = (TENSORBOARD, "wandb")
 WEIGHTS = "weights"
 """Folder of weights that are published as files; its versions are removed at a regular end of the
@@ -183,6 +185,7 @@ class RunFolder:
         self.defaults_json = path / DEFAULTS
         self.metrics = path / METRICS
         self.rollouts = path / ROLLOUTS[0]
+        self.ledger = path / LEDGER
         self.events = path / EVENTS
         self.environment = path / ENVIRONMENT
         self.learning_curve = path / "learning_curve.png"
@@ -388,7 +391,7 @@ def _refuse_inputs(path: Path, inputs: Mapping[str, Path]) -> None:
 
 def _clear(path: Path) -> None:
     """Remove the files and folders that runs write, and no others."""
-    folders = [path / name for name in (*OWN_FOLDERS, *SINK_FOLDERS)]
+    folders = [path / name for name in (*OWN_FOLDERS, *SINK_FOLDERS, *LEDGERS)]
     for target in (*folders, *list_files(path, suffixes=("", TMP_SUFFIX))):
         # Of a link only the link is removed: its target may hold other things.
         if target.is_dir() and not target.is_symlink():

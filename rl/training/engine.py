@@ -177,6 +177,7 @@ class TrainingEngine(Configurable):
         *,
         loss: Loss | None = None,
         return_logprobs: bool | Sequence[int] = False,
+        return_trained: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
         """Add the gradient of the summed loss over `samples`; k calls on parts equal one call.
 
@@ -184,6 +185,7 @@ class TrainingEngine(Configurable):
             loss: None takes the configured loss.
             return_logprobs: True returns the logprobs of all samples on every rank; a sequence
                 returns those of the samples at these indices, in this order.
+            return_trained: the same of what the loss has read (`TrainedTokens`), which costs less.
 
         Raises:
             ValueError: there are no samples, a sample fits no micro-batch, the loss reads sequences
@@ -197,6 +199,7 @@ class TrainingEngine(Configurable):
                 loss=self.config.loss if loss is None else loss,
                 version=self.policy_version,
                 return_logprobs=return_logprobs,
+                return_trained=return_trained,
             )
 
     def forward(

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +29,7 @@ from rl.distributed.process_group import await_ranks
 from rl.distributed.sharding import count_shards, local_tensor
 from rl.rollouts.bundles import count_episodes
 from rl.rollouts.packing import PackedBatch
-from rl.trainer_types import DeviceMemory, ForwardBackwardResult, Packing
+from rl.trainer_types import DeviceMemory, ForwardBackwardResult, Packing, TrainedTokens
 from rl.training.compat import compute_norms, scale_in_place
 from rl.training.device_memory import read_peak_memory
 from rl.training.failures import make_non_finite_error
@@ -53,8 +54,8 @@ class GradientAccumulator:
     drops the whole gradient; a call that is refused changes nothing.
 
     Example:
-        gradient.add(first_half, loss=loss, version=7, return_logprobs=False)
-        gradient.add(other_half, loss=loss, version=7, return_logprobs=False)
+        gradient.add(first_half, loss=loss, version=7)
+        gradient.add(other_half, loss=loss, version=7)
         scale = gradient.scale()  # 1 / (sum of both denominators): as if it were one call
         norm = gradient.finish(scale=scale, max_norm=1.0, version=7)
     """
@@ -111,14 +112,21 @@ class GradientAccumulator:
         *,
         loss: Loss,
         version: int,
-        return_logprobs: bool | Sequence[int],
+        return_logprobs: bool | Sequence[int] = False,
+        return_trained: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
         """Add the gradient of the loss over `samples` (`TrainingEngine.forward_backward`)."""
         if self.has_stepped:
             raise ValueError(STEPPED)
         # What the caller may have done wrong is raised before anything is added.
-        wanted = select_samples(return_logprobs, num_samples=len(samples))
-        call = CallSums(samples, policy=self._policy, loss=loss, wanted=wanted)
+        num = len(samples)
+        call = CallSums(
+            samples,
+            policy=self._policy,
+            loss=loss,
+            wanted=select_samples(return_logprobs, num_samples=num, name="return_logprobs"),
+            trained=select_samples(return_trained, num_samples=num, name="return_trained"),
+        )
         with self.drop_on_error(f"forward_backward of step {version}"):
             self._run(call, loss=loss, backward=True)
             result = call.reduce()
@@ -276,23 +284,30 @@ class CallSums:
         policy: Policy,
         loss: Loss,
         wanted: Sequence[int],
+        trained: Sequence[int] = (),
     ) -> None:
-        """`wanted` are the indices of the samples whose logprobs are returned."""
+        """Pack the samples.
+
+        Args:
+            wanted: indices of the samples whose logprobs are returned.
+            trained: indices of the samples of which is returned what the loss has read.
+        """
         if not samples:
             raise ValueError("forward and forward_backward need samples: there are no samples")
         self.batches = policy.pack(samples, undivided_for=get_sequence_setting(loss))
         self.has_denominator = False
         self._samples = samples
         self._policy = policy
-        self._values: TokenValues | None = None
-        if wanted:
-            self._values = TokenValues(
-                samples,
-                wanted=wanted,
-                data_rank=policy.data_rank,
-                mesh=policy.mesh,
-                device=policy.device,
-            )
+        make_values = partial(
+            TokenValues,
+            samples,
+            data_rank=policy.data_rank,
+            mesh=policy.mesh,
+            device=policy.device,
+        )
+        self._values = make_values(wanted=wanted) if wanted else None
+        self._trained = make_values(wanted=trained, num_values=2) if trained else None
+        """Logprob and advantage of each token."""
         self._sums: list[dict[str, Tensor]] = []
         """Sums of each micro-batch by name, [] float64; a loss's metrics begin with METRIC."""
         self._largest: list[Tensor] = []
@@ -318,6 +333,10 @@ class CallSums:
         """Add the sums and logprobs of one micro-batch."""
         if self._values is not None:
             self._values.add(batch, logprobs_T)
+        if self._trained is not None and self._trained.has_wanted(batch):
+            # Not from the samples: what the loss was given is what was trained on.
+            read_T2 = torch.stack((logprobs_T.detach().float(), batch.advantages), dim=-1)
+            self._trained.add(batch, read_T2.where(batch.mask.unsqueeze(-1), torch.nan))
 
         entropy_T = _repeat_by_target(entropy_T, batch)
         logprobs_T = inputs.logprobs.detach()
@@ -334,6 +353,7 @@ class CallSums:
             else denominator,
             "num_valid": output.num_tokens,
             "num_masked": inputs.mask.sum(),
+            "advantages": inputs.advantages.double().where(inputs.mask, 0.0).sum(),
             "entropy": torch.where(inputs.mask, entropy_T, 0.0).sum(),
             "num_drawn": drawn_T.sum(),
             "logprob_diff": diff_T.sum(),
@@ -383,6 +403,8 @@ class CallSums:
             num_samples=count_episodes(samples),
             num_tokens=sum(len(s.token_ids) - 1 for s in samples),
             num_valid_tokens=round(num_valid),
+            num_trained_tokens=round(sums["num_masked"]),
+            advantage_sum=sums["advantages"],
             ratio_mean=means.get("ratio", 1.0) if num_valid else 1.0,
             clipped_fraction=means.get("clipped_fraction", 0.0),
             entropy_mean=_divide(sums["entropy"], sums["num_masked"]),
@@ -401,7 +423,16 @@ class CallSums:
             ),
             memory=None if not memory else DeviceMemory.of_numbers(memory),
             logprobs=None if self._values is None else tuple(self._values.collect()),
+            trained=None if self._trained is None else _split_trained(self._trained),
         )
+
+
+def _split_trained(values: TokenValues) -> tuple[TrainedTokens, ...]:
+    trained = []
+    for read_T2 in values.collect():
+        read_T2[0] = np.nan  # The first token is never a target.
+        trained.append(TrainedTokens(logprobs=read_T2[..., 0], advantages=read_T2[..., 1]))
+    return tuple(trained)
 
 
 def place_gradients(parameters: Sequence[nn.Parameter]) -> None:

@@ -16,7 +16,7 @@ from rl.types import TrainingSample
 
 
 class TokenValues:
-    """One number for each target of each sample, collected from the micro-batches of all ranks."""
+    """Numbers for each target of each sample, collected from the micro-batches of all ranks."""
 
     def __init__(
         self,
@@ -26,14 +26,20 @@ class TokenValues:
         mesh: DeviceMesh | None,
         device: torch.device,
         wanted: Sequence[int] | None = None,
+        num_values: int | None = None,
     ) -> None:
-        """Collect the samples at the indices `wanted`, or all of them."""
+        """Make room for the values of the samples at the indices `wanted`, or of all of them.
+
+        Each target has one number, or a last axis of `num_values`.
+        """
         self._data_rank = data_rank
         self._mesh = mesh
         self._device = device
         indices = range(len(samples)) if wanted is None else wanted
+        further = () if num_values is None else (num_values,)
         self._values = {
-            index: np.zeros(samples[index].mask.shape, dtype=np.float32) for index in indices
+            index: np.zeros(samples[index].mask.shape + further, dtype=np.float32)
+            for index in indices
         }
         self._added: list[tuple[PackedBatch, Tensor]] = []
         """Micro-batches with their values, on the device: a copy would make the next one wait."""
@@ -43,13 +49,13 @@ class TokenValues:
         return not self._values.keys().isdisjoint(batch.sample_indices)
 
     def add(self, batch: PackedBatch, values_T: Tensor) -> None:
-        """Add the values of one micro-batch, [T] or [T, K] float32."""
+        """Add the values of one micro-batch, [T] or [T, K] float32, with any last axis."""
         # Ranks that hold the same tokens would add them several times.
         if self._data_rank.speaks and self.has_wanted(batch):
             self._added.append((batch, values_T.detach()))
 
     def collect(self) -> list[np.ndarray]:
-        """Return one array for each wanted sample, shaped as its mask, on every rank."""
+        """Return one array for each wanted sample, on every rank; entry 0 is 0."""
         for batch, values_T in self._added:
             for index, values in batch.scatter(values_T.cpu().numpy()).items():
                 if index in self._values:
@@ -67,15 +73,14 @@ class TokenValues:
         return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
-def select_samples(asked: bool | Sequence[int], *, num_samples: int) -> Sequence[int]:
-    """Return the indices of the samples whose logprobs are returned."""
+def select_samples(asked: bool | Sequence[int], *, num_samples: int, name: str) -> Sequence[int]:
+    """Return the indices of the samples of which the caller wants more; `name` is the argument."""
     if isinstance(asked, bool):
         return range(num_samples if asked else 0)
     indices = list(asked)
     if any(not 0 <= index < num_samples for index in indices) or len(set(indices)) < len(indices):
         raise ValueError(
-            f"return_logprobs={indices}: must be different sample indices from 0 to "
-            f"{num_samples - 1}"
+            f"{name}={indices}: must be different sample indices from 0 to {num_samples - 1}"
         )
     return indices
 

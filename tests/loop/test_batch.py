@@ -12,10 +12,12 @@ import pytest
 from rl.loop.batch import TrainingBatch, collect_trained_rollouts, make_training_batch
 from rl.loop.loop import Loop
 from rl.observability.metrics import reduce_metric
-from rl.observability.recorder import Recorder, RecorderConfig, TrainedRollout, read_rollouts
+from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
 from rl.rollouts.advantage import Advantage, KLReward
 from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch, NothingToLearnError
+from rl.rollouts.trained import TrainedRollout
+from rl.trainer_types import TrainedTokens
 from rl.types import FinishReason, Rollout, Score, TrainingSample
 from rl.utils.errors import RunError
 from tests.support.conversations import conversation, drawn
@@ -257,9 +259,15 @@ def trained(
     """Return the training data if the trainer's logprob of a token is minus its id."""
     made = make(*groups, adds_proximal=adds_proximal, **config)
     of_sample = chain(*(part.items() for part in made.minibatches))
-    logprobs = {i: -s.token_ids.astype(np.float32) for i, s in of_sample if i in wanted}
+    tokens = {i: read_tokens(s) for i, s in of_sample if i in wanted}
     batch = Batch(groups=list(groups), dropped=[])
-    return collect_trained_rollouts(batch, made, recorded=wanted, logprobs=logprobs)
+    return collect_trained_rollouts(batch, made, recorded=wanted, tokens=tokens)
+
+
+def read_tokens(sample: TrainingSample) -> TrainedTokens:
+    """Return what the loss reads if the trainer's logprob of a token is minus its id."""
+    logprobs = np.where(sample.mask, -sample.token_ids, np.nan).astype(np.float32)
+    return TrainedTokens(logprobs=logprobs, advantages=sample.advantages)
 
 
 def two_turns(sample: int) -> Rollout:
@@ -267,12 +275,8 @@ def two_turns(sample: int) -> Rollout:
     return conversation((3, drawn(10, 11)), (1, drawn(12, 13, 14)), sample=sample)
 
 
-@pytest.mark.parametrize(
-    ("adds_proximal", "logprobs"), [(False, [-10, -11, -12]), (True, [11, 12, 13])]
-)
-def test_truncated_tokens_are_masked_and_proximal_logprobs_are_recorded_if_known(
-    adds_proximal, logprobs
-):
+@pytest.mark.parametrize("adds_proximal", [False, True])
+def test_truncated_tokens_are_masked_and_proximal_logprobs_are_recorded_if_known(adds_proximal):
     ((record, other),) = trained(
         group_of(0, two_turns(0), two_turns(1)),
         wanted=[(0, 0)],
@@ -283,7 +287,11 @@ def test_truncated_tokens_are_masked_and_proximal_logprobs_are_recorded_if_known
     assert record.mask is not None
     assert record.trainer_logprobs is not None
     assert record.mask.tolist() == [True, True, True, False, False]  # 3 + 2 + 1 + 1 tokens are left
-    np.testing.assert_array_equal(record.trainer_logprobs, [*logprobs, np.nan, np.nan])
+    np.testing.assert_array_equal(record.trainer_logprobs, [-10, -11, -12, np.nan, np.nan])
+    if adds_proximal:
+        np.testing.assert_array_equal(record.proximal_logprobs, [11, 12, 13, np.nan, np.nan])
+    else:
+        assert record.proximal_logprobs is None
     assert (record.advantages.tolist(), other.advantages.tolist()) == ([-0.5] * 5, [0.5] * 5)
     assert (other.mask, other.trainer_logprobs) == (None, None)
 

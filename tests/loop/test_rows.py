@@ -28,6 +28,7 @@ from rl.rollouts.advantage import Advantage, KLReward
 from rl.rollouts.group import Group
 from rl.rollouts.packing import pack
 from rl.rollouts.producer import Batch
+from rl.trainer_types import TrainedTokens
 from rl.types import Branch, Rollout, Score, TrainingSample
 from rl.utils.errors import RunError
 from tests.support.branching import NUM_IDS, EpisodeMaker
@@ -415,12 +416,17 @@ def test_recorded_mask_and_logprobs_are_placed_across_rows():
     # As if the loss had needed no logprobs from before the step.
     (part,) = made.minibatches
     plain = {i: replace(sample, proximal_logprobs=None) for i, sample in part.items()}
-    logprobs = {i: -sample.token_ids.astype(np.float32) for i, sample in part.items()}
+    tokens = {
+        i: TrainedTokens(
+            logprobs=-sample.token_ids.astype(np.float32), advantages=sample.advantages
+        )
+        for i, sample in part.items()
+    }
     ((record, other),) = collect_trained_rollouts(
         Batch(groups=groups, dropped=[]),
         replace(made, minibatches=[plain]),
         recorded=[(0, 0)],
-        logprobs=logprobs,
+        tokens=tokens,
     )
     assert record.mask is not None
     assert record.trainer_logprobs is not None

@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from rl.observability.recorder import Recorder, RecorderConfig, TrainedRollout, read_rollouts
+from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
 from rl.rollouts.evaluation import EvaluatedSet, EvaluationResult
 from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch
+from rl.rollouts.trained import TOO_LONG, TRAINED, TrainedRollout
 from rl.tasks.data import read_pass_rates
 from rl.types import (
     Branch,
@@ -113,7 +114,7 @@ def test_line_has_prompt_reply_and_reward(tmp_path):
 def test_training_data_of_a_tree_is_that_of_trained_turns(tmp_path):
     trained = TrainedRollout(
         advantages=np.array([0.5, 0.5, 0.25, -0.25], dtype=np.float32),
-        mask=np.array([True, True, True, False]),
+        reasons=np.array([TRAINED, TRAINED, TRAINED, TOO_LONG], dtype=np.int8),
         trainer_logprobs=np.array([-0.5, -1.5, -0.125, np.nan], dtype=np.float32),
     )
     branches = (
@@ -164,7 +165,7 @@ def test_state_is_recorded_with_long_texts_cut(tmp_path):
 def test_training_data_is_split_by_turns(tmp_path):
     trained = TrainedRollout(
         advantages=np.array([0.5, 0.5, 0.25, -0.25], dtype=np.float32),
-        mask=np.array([True, True, True, False]),
+        reasons=np.array([TRAINED, TRAINED, TRAINED, TOO_LONG], dtype=np.int8),
         trainer_logprobs=np.array([-0.5, -1.2500004, -0.125, np.nan], dtype=np.float32),
     )
     replies = [rollout("p", turn("a"), turn("b"))]

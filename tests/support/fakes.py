@@ -17,7 +17,12 @@ from rl.rollouts.environment import Environments, SingleTurn
 from rl.rollouts.episode import Episodes
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer, render_prompt
 from rl.rollouts.rubric import Rubric
-from rl.trainer_types import ForwardBackwardResult, OptimParams, OptimStepResult
+from rl.trainer_types import (
+    ForwardBackwardResult,
+    OptimParams,
+    OptimStepResult,
+    TrainedTokens,
+)
 from rl.types import (
     Completion,
     FinishReason,
@@ -161,6 +166,7 @@ class FakePolicy:
         *,
         loss: Loss | None = None,
         return_logprobs: bool | Sequence[int] = False,
+        return_trained: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
         """Return a result whose logprobs are -1 - `logprob_diff`."""
         self.events.append((now_s(), "forward_backward"))
@@ -172,8 +178,8 @@ class FakePolicy:
         await asyncio.sleep(self.train_s)
         self.calls.append("forward_backward")
         self.trained.append(list(samples))
-        self.asked.append(return_logprobs)
-        places = range(len(samples)) if return_logprobs is True else return_logprobs or ()
+        self.asked.append(return_trained)
+        places = range(len(samples)) if return_trained is True else return_trained or ()
         num_valid = int(sum(s.mask.sum() for s in samples))
         return ForwardBackwardResult(
             loss_sum=-1.0 * num_valid,
@@ -187,7 +193,16 @@ class FakePolicy:
             logprob_diff_mean=self.logprob_diff,
             logprob_diff_max=self.logprob_diff,
             logprobs_identical=True,
-            logprobs=tuple(self.logprobs_of(samples[place]) for place in places) or None,
+            num_trained_tokens=num_valid,
+            advantage_sum=float(sum(s.advantages[s.mask].sum() for s in samples)),
+            trained=tuple(self.read_tokens(samples[place]) for place in places) or None,
+        )
+
+    def read_tokens(self, sample: TrainingSample) -> TrainedTokens:
+        """Return what the loss has read of a sample."""
+        return TrainedTokens(
+            logprobs=np.where(sample.mask, self.logprobs_of(sample), np.nan).astype(np.float32),
+            advantages=np.where(sample.mask, sample.advantages, np.nan).astype(np.float32),
         )
 
     def logprobs_of(self, sample: TrainingSample) -> np.ndarray:

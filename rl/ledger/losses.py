@@ -1,0 +1,63 @@
+"""The loss of a recorded minibatch, computed again from what the ledger has of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+
+from losses.types import Loss, LossInputs, LossOutput, uses_entropy
+from rl.config.json import load_values
+from rl.ledger.step import LedgerStep
+
+PACKAGE = "losses."
+"""Prefix of the classes that are taken: reading a ledger must not run code that it names."""
+
+
+def load_loss(described: Mapping[str, Any]) -> Loss | None:
+    """Return a loss of relay's own by its JSON; None for one of somebody else."""
+    values = dict(described)
+    name = str(values.pop("class"))
+    if not name.startswith(PACKAGE):
+        return None
+    module, _, kind = name.rpartition(".")
+    loss: Loss = load_values(getattr(import_module(module), kind)(), values)
+    return loss
+
+
+def knows_sum(loss: Loss) -> bool:
+    """Return whether the ledger has all that the loss reads."""
+    reads_reference = getattr(loss, "uses_reference", False) and getattr(loss, "kl_coef", 1.0)
+    return not (uses_entropy(loss) or reads_reference)
+
+
+def compute_loss(loss: Loss, step: LedgerStep, *, minibatch: int) -> LossOutput:
+    """Return sum and denominator of a minibatch, as if it had been one micro-batch."""
+    is_read_N = step.turns["minibatch"] == minibatch
+    is_read_T = is_read_N[step.turn_of_token] & step.is_trained
+    episodes = step.turns["group"].astype(np.int64) << 32 | step.turns["member"]
+    known, numbers_N = np.unique(episodes[is_read_N], return_inverse=True)
+    of_turn = np.zeros(step.num_turns, dtype=np.int64)
+    of_turn[is_read_N] = numbers_N
+
+    def take(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(step.tokens[name][is_read_T]))
+
+    logprobs_T = take("trainer_logprobs")
+    proximal = take("proximal_logprobs") if "proximal_logprobs" in step.tokens else None
+    return loss(
+        LossInputs(
+            logprobs=logprobs_T,
+            generator_logprobs=take("logprobs"),
+            advantages=take("trainer_advantages"),
+            mask=torch.ones(len(logprobs_T), dtype=torch.bool),
+            sequence_ids=torch.from_numpy(of_turn[step.turn_of_token[is_read_T]]),
+            num_sequences=len(known),
+            reference_logprobs=torch.zeros_like(logprobs_T),
+            proximal_logprobs=proximal,
+            entropy=torch.zeros_like(logprobs_T),
+        )
+    )

@@ -1,0 +1,191 @@
+"""The check of a ledger: clean runs close, and each planted fault is found and named."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from losses.policy import GRPOLoss
+from losses.types import Loss, LossInputs
+from rl.config.json import name_code, to_dict
+from rl.ledger.__main__ import main
+from rl.ledger.check import check_run
+from rl.ledger.config import LedgerConfig
+from rl.ledger.writer import Ledger
+from rl.loop.ledger import StepLedger
+from rl.receipts import seal
+from rl.rollouts.staleness import WeightVersions
+from rl.trainer_types import ForwardBackwardResult
+from rl.types import Completion, TrainingSample
+from tests.support.fakes import FakePolicy
+from tests.support.loops import half_right, make_loop
+from tests.support.loops import problems as numbered_problems
+
+LOSS = GRPOLoss(normalization="sequence_mean")
+SETTINGS = {"num_steps": 3, "groups_per_batch": 4, "group_size": 4, "num_minibatches": 2}
+Edit = Callable[[Any], Any]
+
+
+class Honest(FakePolicy):
+    """Generator with receipts, and a trainer that computes a real loss."""
+
+    names = itertools.count()
+    edit_completion: Edit = staticmethod(lambda completion: completion)
+    """Fault between the generator and the rollouts."""
+    edit_samples: Edit = staticmethod(lambda samples: samples)
+    """Fault between the loop and the loss."""
+    edit_result: Edit = staticmethod(lambda result: result)
+    """Fault in what the trainer computes."""
+
+    async def generate(self, prompts: Sequence[np.ndarray], **options: Any) -> Any:
+        groups = await super().generate(prompts, **options)
+        sealed = seal(groups, prompts, generator="generator-0", call=f"c{next(self.names)}")
+        return [[self.edit_completion(c) for c in group] for group in sealed]
+
+    async def forward_backward(self, samples: Sequence[TrainingSample], **options: Any) -> Any:
+        told = await super().forward_backward(samples, **options)
+        read = self.edit_samples(list(samples))
+        result = compute(read, LOSS, told)
+        wanted = options["return_trained"] or ()
+        kept = [read[i] if i < len(read) else None for i in wanted]
+        nothing = [np.full(len(samples[i].token_ids), np.nan, np.float32) for i in wanted]
+        trained = tuple(
+            replace(t, logprobs=none, advantages=none) if s is None else self.read_tokens(s)
+            for t, s, none in zip(told.trained or (), kept, nothing, strict=True)
+        )
+        return self.edit_result(replace(result, trained=trained))
+
+
+def compute(
+    samples: Sequence[TrainingSample], loss: Loss, told: ForwardBackwardResult
+) -> ForwardBackwardResult:
+    """Return the sums of a loss over samples, all of them in one micro-batch."""
+
+    def join(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([getattr(s, name) for s in samples]))
+
+    lengths = torch.tensor([len(s.token_ids) for s in samples])
+    mask = join("mask")
+    generator = join("generator_logprobs")
+    output = loss(
+        LossInputs(
+            logprobs=torch.full_like(generator, -1.0),
+            generator_logprobs=generator,
+            advantages=join("advantages"),
+            mask=mask,
+            sequence_ids=torch.arange(len(samples)).repeat_interleave(lengths),
+            num_sequences=len(samples),
+        )
+    )
+    assert output.denominator is not None
+    return replace(
+        told,
+        loss_sum=float(output.loss_sum),
+        denominator=float(output.denominator),
+        num_samples=len(samples),
+        num_trained_tokens=int(mask.sum()),
+        advantage_sum=float(join("advantages")[mask].double().sum()),
+    )
+
+
+def train(
+    folder: Path, policy: FakePolicy, *, ledger: LedgerConfig | None = None, **settings: Any
+) -> Path:
+    """Train in a folder with a ledger, and return it."""
+    config = SETTINGS | settings
+    loop, sink = make_loop(policy, problems=numbered_problems(), **config)
+    loop.ledger = StepLedger(
+        ledger=Ledger(folder / "ledger", config=ledger or LedgerConfig(enable=True)),
+        config=loop.config,
+        loss={"class": name_code(type(LOSS)), **to_dict(LOSS)},
+    )
+    asyncio.run(loop.run())
+    lines = [json.dumps({"step": r["step"], "policy_version": 0}) + "\n" for r in sink.records]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+def find(folder: Path) -> str:
+    """Return the violation of a run."""
+    checked = check_run(folder)
+    assert checked.violation is not None
+    return str(checked.violation)
+
+
+def test_clean_run_closes(tmp_path, capsys):
+    train(tmp_path, Honest(reply=half_right))
+    checked = check_run(tmp_path)
+    assert (checked.violation, checked.notes) == (None, [])
+    assert (checked.num_steps, checked.num_episodes) == (3, 3 * 4 * 4)
+    assert main([str(tmp_path)]) == 0
+    assert "every trained token follows" in capsys.readouterr().out
+
+
+def edit_first(change: Callable[[Completion], Completion]) -> Edit:
+    """Return a fault of the sixth completion."""
+    numbers = itertools.count()
+    return lambda c: change(c) if next(numbers) == 5 else c
+
+
+def set_token(c: Completion) -> Completion:
+    ids = c.token_ids.copy()
+    ids[2] += 1
+    return replace(c, token_ids=ids)
+
+
+def set_version(c: Completion) -> Completion:
+    versions = c.policy_versions.copy()
+    versions[0] = 1
+    return replace(c, policy_versions=versions)
+
+
+def swap_advantages(samples: list[TrainingSample]) -> list[TrainingSample]:
+    first, other = samples[0], samples[3]
+    value, other_value = first.advantages[first.mask][0], other.advantages[other.mask][0]
+    samples[0] = replace(first, advantages=np.where(first.mask, other_value, 0).astype(np.float32))
+    samples[3] = replace(other, advantages=np.where(other.mask, value, 0).astype(np.float32))
+    return samples
+
+
+def shift_mask(samples: list[TrainingSample]) -> list[TrainingSample]:
+    return [replace(s, mask=np.roll(s.mask, -1)) for s in samples]
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ({"edit_completion": edit_first(set_token)}, r"step 1, problem .*sample 1, turn 0: digest"),
+        ({"edit_completion": edit_first(set_version)}, r"step 1, problem .*sample 1, turn 0: "),
+        ({"edit_samples": lambda s: [*s, s[0]]}, "num_tokens of minibatch 0"),
+        ({"edit_samples": lambda s: s[:-1]}, r"sample 3, turn 0, token 0: the token in the train"),
+        ({"edit_samples": shift_mask}, r"expected (not )?trained, found (not )?trained"),
+        ({"edit_samples": swap_advantages}, r"sample 0, turn 0, token 0: advantage in the train"),
+        (
+            {"edit_result": lambda r: replace(r, denominator=2 * r.denominator)},
+            "denominator of minibatch 0, as the trainer says: expected 8, found 16",
+        ),
+        (
+            {"edit_completion": lambda c: replace(c, receipt=None)},
+            "expected one for each reply that is trained on, found none",
+        ),
+    ],
+)
+def test_fault_of_a_run_is_found_and_named(tmp_path, monkeypatch, fault, says):
+    # The loop's own check would end the run at a wrong version.
+    count = lambda self, groups, *, step: np.zeros(1, np.int64)  # noqa: E731
+    monkeypatch.setattr(WeightVersions, "count_off_policy_steps", count)
+    policy = Honest(reply=half_right)
+    for name, edit in fault.items():
+        setattr(policy, name, edit)
+    train(tmp_path, policy)
+    assert re.search(says, find(tmp_path))
