@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,11 @@ import torch
 from losses.policy import GRPOLoss
 from losses.types import Loss, LossInputs
 from rl.config.json import name_code, to_dict
+from rl.ledger import files
 from rl.ledger.__main__ import main
 from rl.ledger.check import check_run
 from rl.ledger.config import LedgerConfig
-from rl.ledger.writer import Ledger
+from rl.ledger.writer import Ledger, cut_back
 from rl.loop.ledger import StepLedger
 from rl.receipts import seal
 from rl.rollouts.staleness import WeightVersions
@@ -122,12 +124,17 @@ def find(folder: Path) -> str:
     return str(checked.violation)
 
 
-def test_clean_run_closes(tmp_path, capsys):
-    train(tmp_path, Honest(reply=half_right))
-    checked = check_run(tmp_path)
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory) -> Path:
+    """The folder of a run without a fault."""
+    return train(tmp_path_factory.mktemp("closed"), Honest(reply=half_right))
+
+
+def test_clean_run_closes(closed, capsys):
+    checked = check_run(closed)
     assert (checked.violation, checked.notes) == (None, [])
     assert (checked.num_steps, checked.num_episodes) == (3, 3 * 4 * 4)
-    assert main([str(tmp_path)]) == 0
+    assert main([str(closed)]) == 0
     assert "every trained token follows" in capsys.readouterr().out
 
 
@@ -189,3 +196,117 @@ def test_fault_of_a_run_is_found_and_named(tmp_path, monkeypatch, fault, says):
         setattr(policy, name, edit)
     train(tmp_path, policy)
     assert re.search(says, find(tmp_path))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the facts of the last file, with a name that fits them."""
+    last = files.list_files(folder / "ledger")[-1]
+    record = files.read(last)
+    facts = json.loads(json.dumps(record.facts))
+    change(facts)
+    last.path.unlink()
+    step = facts.pop("step")
+    del facts["version"]
+    files.write(folder / "ledger", record.table, step=step, facts=facts)
+
+
+def set_reward(facts: dict[str, Any]) -> None:
+    facts["groups"][1]["members"][2]["reward"] = 0.25
+
+
+def forget_version(facts: dict[str, Any]) -> None:
+    facts["steps_of_versions"] = {"4": 0}
+
+
+def jump(facts: dict[str, Any]) -> None:
+    facts["minibatches"][0]["policy_version"] = 9
+
+
+def edit_byte(folder: Path) -> None:
+    file = files.list_files(folder / "ledger")[1].path
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def cut_file(folder: Path) -> None:
+    file = files.list_files(folder / "ledger")[1].path
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def remove(number: int) -> Callable[[Path], None]:
+    return lambda folder: files.list_files(folder / "ledger")[number].path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (edit_byte, r"step 2: 000002-\w+.parquet: .*it was edited or cut off"),
+        (cut_file, r"step 2: 000002-\w+.parquet: .*it was edited or cut off"),
+        (remove(1), "step 3: the file after .*: expected step 2, found step 3"),
+        (remove(2), "step 3: the ledger ends before metrics.jsonl"),
+        (
+            lambda folder: rewrite(folder, set_reward),
+            r"step 3, problem .*, turn 0, token 0: advantage of a reward of \S+: expected 0.01",
+        ),
+        (
+            lambda folder: rewrite(folder, forget_version),
+            "age of policy version 4, which has sampled it: expected 0 to 0 steps, found 2",
+        ),
+        (lambda folder: rewrite(folder, jump), "after minibatch 0: expected 5, found 9"),
+        (
+            lambda folder: rewrite(folder, lambda facts: facts.update(previous="0" * 32)),
+            "digest of the file before",
+        ),
+    ],
+)
+def test_edit_of_a_ledger_is_found_and_named(closed, tmp_path, change, says):
+    folder = tmp_path / "run"
+    shutil.copytree(closed, folder)
+    change(folder)
+    found = find(folder)
+    assert re.search(says, found), found
+    assert main([str(folder)]) == 1
+
+
+def test_folder_without_a_ledger_says_how_to_have_one(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "--ledger.enable True" in capsys.readouterr().err
+    assert main([str(tmp_path / "nowhere")]) == 2
+
+
+def test_ledger_of_another_version_is_named(closed, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(closed, folder)
+    monkeypatch.setattr(files, "VERSION", 2)
+    assert "is of version 1 of the ledger: this program reads version 2" in find(folder)
+
+
+def test_ledger_goes_on_after_the_step_of_a_checkpoint(closed, tmp_path):
+    folder = tmp_path / "ledger"
+    shutil.copytree(closed / "ledger", folder)
+    cut_back(folder, step=1)
+    assert [file.step for file in files.list_files(folder)] == [1]
+    cut_back(folder, step=None)
+    assert not folder.exists()
+    assert len(files.list_files(tmp_path / "ledger.old")) == 1
+
+
+def test_share_of_the_groups_proves_less_and_says_so(tmp_path):
+    config = LedgerConfig(enable=True, share=0.5)
+    train(tmp_path, Honest(reply=half_right), ledger=config)
+    checked = check_run(tmp_path)
+    assert checked.violation is None
+    assert checked.notes == ["tokens of 50% of the groups are recorded: sums are not proved"]
+    tables = [files.read(file).table for file in files.list_files(tmp_path / "ledger")]
+    assert 8 <= sum(len(table) for table in tables) <= 40
+
+
+def test_oldest_steps_are_removed_beyond_the_largest_size(tmp_path):
+    config = LedgerConfig(enable=True, max_gigabytes=20_000 / 1e9)
+    train(tmp_path, Honest(reply=half_right), ledger=config)
+    kept = files.list_files(tmp_path / "ledger")
+    assert 0 < len(kept) < 3
+    checked = check_run(tmp_path)
+    assert checked.violation is None
+    assert "older steps were removed" in checked.notes[0]
