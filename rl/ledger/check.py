@@ -89,11 +89,8 @@ class Found:
 Rule = Callable[[LedgerStep, Checked], Iterator[Found]]
 
 
-def check_run(run: Path) -> Checked:
-    """Check the ledger of a run's folder up to the first violation.
-
-    Raises LedgerError if there is none.
-    """
+def find_ledger(run: Path) -> Path:
+    """Return the ledger in a run's folder; raise LedgerError if there is none."""
     folder = run / LEDGER
     if not run.is_dir():
         raise LedgerError(f"{run} is not a folder")
@@ -101,6 +98,15 @@ def check_run(run: Path) -> Checked:
         raise LedgerError(
             f"{run} has no ledger: run with --ledger.enable True (ledger.enable in the config)"
         )
+    return folder
+
+
+def check_run(run: Path) -> Checked:
+    """Check the ledger of a run's folder up to the first violation.
+
+    Raises LedgerError if there is none.
+    """
+    folder = find_ledger(run)
     checked = Checked()
     checked.violation = _check_files(folder, checked)
     if checked.violation is None:
