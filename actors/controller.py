@@ -49,6 +49,7 @@ from rl.agents.rollouts import PlayedTask
 from rl.config.configurable import Configurable
 from rl.config.json import list_changed_fields, name_code, to_dict
 from rl.config.registry import ExplanationForm, RunRequest
+from rl.distributed.mesh import ParallelismConfig
 from rl.ledger.writer import Ledger
 from rl.ledger.writer import cut_back as cut_back_ledger
 from rl.loop.ledger import StepLedger
@@ -79,11 +80,12 @@ from rl.training.checkpoints.files import (
     list_steps,
 )
 from rl.training.config import TrainerConfig, limit_samples
+from rl.training.engine import TrainingEngine
 from rl.types import LoopPosition
 from rl.utils.errors import RunError, StopRequestedError
 from rl.utils.files import remove
 from rl.utils.printing import print_text
-from rl.utils.processes import reduce_collections
+from rl.utils.processes import reduce_collections, use_threads
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +164,23 @@ class Controller(Configurable):
         from actors.preflight.explain import show
 
         return show(self.request, form=form, here=Machine.here())
+
+    def make_engine(self, folder: Path) -> TrainingEngine:
+        """Return the trainer's engine of the run in a folder, in this process, on its own.
+
+        Of a trainer of several processes it has another layout, which may round otherwise.
+        """
+        config = fit_to_devices(self.config, num_gpus=count_gpus())
+        checkpoints = config.trainer.checkpoint.shared_folder
+        plan = make_plan(config, resumes=RunFolder.to_read(folder, checkpoints=checkpoints))
+        plan.start.make()
+        trainer = config.trainer
+        if trainer.num_procs > 1:
+            trainer = replace(trainer, num_procs=1, parallelism=ParallelismConfig())
+        use_threads(trainer.num_threads)
+        return TrainingEngine(
+            config=trainer, model_spec=plan.start.spec, hf_assets_path=str(plan.start.folder)
+        )
 
     def _train(self, prepared: PreparedRun) -> None:
         try:

@@ -69,6 +69,16 @@ class ResumableGenerator(TokenGenerator, Protocol):
         ...
 
 
+class LogprobSource(Protocol):
+    """The calls of a trainer that samples need before they are trained on."""
+
+    async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]: ...
+
+    async def compute_reference_logprobs(
+        self, samples: Sequence[TrainingSample]
+    ) -> list[np.ndarray]: ...
+
+
 class Trainer(Protocol):
     """One policy in training; `rl.engine_client.EngineClient` has further calls.
 

@@ -1,7 +1,11 @@
 """Check of a run's ledger: `python -m rl.ledger outputs/x`.
 
-Needs neither weights nor a GPU. Exit status: 0 if everything that was trained follows from what was
-sampled and rewarded, 1 at the first thing that does not, 2 if there is no ledger to read.
+Needs neither weights nor a GPU. With `--replay STEP` a step is trained again from the checkpoint
+before it, which runs the code that the run's config names.
+
+Exit status: 0 if everything that was trained follows from what was sampled and rewarded, or the
+step is the same again; 1 at the first thing that does not or differs; 2 if there is nothing to
+read.
 """
 
 from __future__ import annotations
@@ -10,10 +14,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from rl.ledger.check import Checked, check_run
-from rl.ledger.files import LedgerError
+from rl.config.json import read_json
+from rl.ledger.check import Checked, check_run, find_ledger
+from rl.observability.run_folder import CONFIG
+from rl.serving.run_weights import read_settings
 from rl.utils.printing import print_error, print_text
+
+if TYPE_CHECKING:
+    from rl.training.engine import TrainingEngine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,11 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", help="folder of the run, such as outputs/x")
+    parser.add_argument("--replay", type=int, metavar="STEP", help="train this step again")
     options = parser.parse_args(argv)
     folder = Path(options.run).expanduser()
     try:
+        if options.replay is not None:
+            return _replay(folder, step=options.replay)
         checked = check_run(folder)
-    except LedgerError as error:
+    except ValueError as error:
         print_error(f"error: {error}")
         return 2
     except OSError as error:
@@ -35,6 +48,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print_text(describe(checked))
     return 0 if checked.violation is None else 1
+
+
+def _replay(folder: Path, *, step: int) -> int:
+    ledger = find_ledger(folder)
+    settings = read_settings(folder)
+    # Imported here: the check needs no engine.
+    from rl.ledger.replay import find_step, replay
+
+    recorded = find_step(ledger, settings.checkpoints, step=step)
+    request = read_json(folder / CONFIG, before=print_text)
+    controller = request.config.build(request=request)
+    if not isinstance(controller, HasEngine):
+        raise ValueError(f"{folder}: --replay is for runs of rl.train")
+    replayed = replay(
+        recorded,
+        checkpoints=settings.checkpoints,
+        engine=controller.make_engine(folder),
+        config=request.config.loop,
+    )
+    for line in replayed.differences:
+        print_text(f"differs: step {step}, {line}")
+    if not replayed.differences:
+        print_text(
+            f"step {step}: logprobs of {replayed.num_tokens:,} tokens, losses and gradient norms "
+            f"of {replayed.num_minibatches} minibatches are bit-identical"
+        )
+    return 1 if replayed.differences else 0
+
+
+@runtime_checkable
+class HasEngine(Protocol):
+    """A root component with a trainer: the controller of a run."""
+
+    def make_engine(self, folder: Path) -> TrainingEngine: ...
 
 
 def describe(checked: Checked) -> str:

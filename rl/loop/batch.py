@@ -23,7 +23,7 @@ import numpy as np
 from rl.branches import split_rows
 from rl.loop.config import LoopConfig
 from rl.observability.metrics import Mean, Metric, Sum
-from rl.protocols import Trainer
+from rl.protocols import LogprobSource
 from rl.rollouts.advantage import KLReward, compute_kl_penalty
 from rl.rollouts.group import (
     RolloutId,
@@ -55,7 +55,7 @@ class TrainingBatch:
 
 
 async def make_training_batch(
-    batch: Batch, *, config: LoopConfig, trainer: Trainer, adds_proximal_logprobs: bool
+    batch: Batch, *, config: LoopConfig, trainer: LogprobSource, adds_proximal_logprobs: bool
 ) -> TrainingBatch:
     """Return the samples of a batch, divided into minibatches by prompts.
 
@@ -173,7 +173,7 @@ async def _subtract_kl(
     *,
     kl_reward: KLReward,
     temperature: float,
-    trainer: Trainer,
+    trainer: LogprobSource,
 ) -> tuple[list[list[np.ndarray]], list[np.ndarray], Metric]:
     """Subtract `loop.kl_reward` from each token's reward.
 

@@ -125,7 +125,7 @@ def find(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def closed(tmp_path_factory) -> Path:
+def closed(tmp_path_factory):
     """The folder of a run without a fault."""
     return train(tmp_path_factory.mktemp("closed"), Honest(reply=half_right))
 

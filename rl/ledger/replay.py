@@ -1,0 +1,207 @@
+"""A recorded step trained again from its checkpoint: the same logprobs, loss and gradient?
+
+The rollouts are made anew from the ledger, and go the way of every step from there: samples,
+minibatches, `forward_backward`, `optim_step` (`rl.loop.batch`).
+
+Shape legend: C tokens that the model produced in the trained turns of a rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rl.branches import Branch
+from rl.ledger.files import LedgerError, list_files, read
+from rl.ledger.step import LedgerStep
+from rl.loop.batch import collect_trained_rollouts, make_training_batch
+from rl.loop.config import LoopConfig
+from rl.rollouts.group import Group, SampleId
+from rl.rollouts.producer import Batch
+from rl.trainer_types import TrainedTokens
+from rl.training.checkpoints.files import list_steps, step_folder
+from rl.training.engine import TrainingEngine
+from rl.types import (
+    Completion,
+    Observation,
+    Problem,
+    Prompt,
+    Rollout,
+    Score,
+    TrainingSample,
+    Turn,
+)
+from rl.utils.threads import run_now
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """What became of a step that was trained again."""
+
+    num_tokens: int
+    num_minibatches: int
+    differences: tuple[str, ...]
+    """The first token that differs, then sums that do; empty if everything is bit-identical."""
+
+
+def find_step(ledger: Path, checkpoints: Path, *, step: int) -> LedgerStep:
+    """Return a step of a ledger that a checkpoint allows to train again; raise LedgerError."""
+    files = {file.step: file for file in list_files(ledger)}
+    saved = sorted(set(list_steps(checkpoints)) & {number - 1 for number in files})
+    there = ", ".join(str(number + 1) for number in saved) or "none"
+    if step not in files:
+        raise LedgerError(f"--replay {step}: the ledger has no such step; can be replayed: {there}")
+    if step - 1 not in saved:
+        raise LedgerError(
+            f"--replay {step}: {checkpoints} has no checkpoint of step {step - 1}, from which it "
+            f"began; can be replayed: {there}"
+        )
+    record = LedgerStep(read(files[step]))
+    if not record.is_whole:
+        raise LedgerError(f"--replay {step}: the ledger has the tokens of some groups only")
+    return record
+
+
+def replay(
+    step: LedgerStep, *, checkpoints: Path, engine: TrainingEngine, config: LoopConfig
+) -> Replayed:
+    """Train a recorded step again; `config` is that of the run, `engine` its trainer's."""
+    engine.load_checkpoint(str(step_folder(str(checkpoints), step.number - 1)))
+    batch = Batch(groups=_make_groups(step), dropped=[])
+    training = run_now(
+        make_training_batch(
+            batch,
+            config=config,
+            trainer=_EngineTrainer(engine),
+            adds_proximal_logprobs="proximal_logprobs" in step.tokens,
+        )
+    )
+    tokens: dict[SampleId, TrainedTokens] = {}
+    sums: list[str] = []
+    for number, (samples, told) in enumerate(
+        zip(training.minibatches, step.facts["minibatches"], strict=True)
+    ):
+        result = engine.forward_backward([*samples.values()], return_trained=True)
+        tokens |= zip(samples, result.trained or (), strict=True)
+        update = engine.optim_step(allow_empty=not any(s.mask.any() for s in samples.values()))
+        found = {"loss_sum": result.loss_sum, "denominator": result.denominator}
+        for name, value in (found | {"grad_norm": update.grad_norm}).items():
+            if value != told[name]:
+                sums.append(f"minibatch {number}: {name}: {told[name]:.9g} and now {value:.9g}")
+    recorded = {(p, g) for p, group in enumerate(batch.groups) for g in range(len(group.scored))}
+    trained_PG = collect_trained_rollouts(batch, training, recorded=recorded, tokens=tokens)
+    logprobs = [
+        trained.trainer_logprobs if trained.trainer_logprobs is not None else np.zeros(0)
+        for trained_G in trained_PG
+        for trained in trained_G
+    ]
+    first = _find_first(step, np.concatenate([np.zeros(0, np.float32), *logprobs]))
+    return Replayed(
+        num_tokens=int(step.is_trained.sum()),
+        num_minibatches=len(training.minibatches),
+        differences=(*first, *sums),
+    )
+
+
+def _find_first(step: LedgerStep, logprobs_T: np.ndarray) -> list[str]:
+    """Return a line on the first token whose logprob differs; none if all are identical."""
+    places = np.flatnonzero(step.turns["trained"][step.turn_of_token])
+    recorded_T = step.tokens["trainer_logprobs"][places]
+    is_read_T = ~np.isnan(recorded_T)
+    differs_T = is_read_T & (recorded_T != logprobs_T.astype(np.float32))
+    if not differs_T.any():
+        return []
+    first = int(np.flatnonzero(differs_T)[0])
+    where = step.describe(step.place_token(int(places[first])))
+    most = np.abs(recorded_T - logprobs_T)[is_read_T].max()
+    return [
+        f"{where}: logprob of the trainer: {recorded_T[first]:.9g} and now "
+        f"{logprobs_T[first]:.9g}; {differs_T.sum()} tokens differ, by at most {most:.3g}"
+    ]
+
+
+class _EngineTrainer:
+    """The calls of a trainer that the samples of a step need, on an engine of this process."""
+
+    def __init__(self, engine: TrainingEngine) -> None:
+        self._engine = engine
+
+    async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        return self._engine.compute_logprobs(samples)
+
+    async def compute_reference_logprobs(
+        self, samples: Sequence[TrainingSample]
+    ) -> list[np.ndarray]:
+        return self._engine.compute_reference_logprobs(samples)
+
+
+def _make_groups(step: LedgerStep) -> list[Group]:
+    """Return the scored rollouts of a step, by groups."""
+    turns_of: dict[tuple[int, int], list[int]] = {}
+    for n in range(step.num_turns):
+        key = int(step.turns["group"][n]), int(step.turns["member"][n])
+        turns_of.setdefault(key, []).append(n)
+    groups = []
+    for p, described in enumerate(step.groups):
+        problem = Problem(id=described["problem"], question="", answer="")
+        rollouts, scores = [], []
+        for g, member in enumerate(described["members"]):
+            turns = turns_of[p, g]
+            rollouts.append(
+                Rollout(
+                    prompt=Prompt(problem=problem, token_ids=step.read_prompt(turns[0])),
+                    sample=member["sample"],
+                    turns=tuple(_make_turn(step, n) for n in turns),
+                    end=member["end"],
+                    branches=_make_branches(step, turns),
+                )
+            )
+            scores.append(
+                Score(
+                    reward=member["reward"],
+                    correct=member["correct"],
+                    overlong=member["overlong"],
+                )
+            )
+        groups.append(Group(number=described["number"], rollouts=rollouts, scores=scores))
+    return groups
+
+
+def _make_turn(step: LedgerStep, n: int) -> Turn:
+    completion = Completion(
+        token_ids=step.of_turn(n, "token_ids"),
+        logprobs=step.of_turn(n, "logprobs"),
+        policy_versions=step.of_turn(n, "versions"),
+        finish_reason="length" if step.turns["cut_off"][n] else "stop",
+    )
+    return Turn(
+        messages=(),
+        prompt_ids=step.read_prompt(n),
+        completion=completion,
+        text="",
+        observation=Observation(reward=float(step.turns["reward"][n])),
+    )
+
+
+def _make_branches(step: LedgerStep, turns: Sequence[int]) -> tuple[Branch, ...]:
+    """Return a branch for each row of a rollout, and for each last turn of no row."""
+    parents = {int(step.turns["turn"][n]): int(step.turns["parent"][n]) for n in turns}
+    rows = {int(step.turns["turn"][n]): int(step.turns["row"][n]) for n in turns}
+
+    def list_path(turn: int) -> tuple[int, ...]:
+        path = []
+        while turn >= 0:
+            path.append(turn)
+            turn = parents[turn]
+        return tuple(path[::-1])
+
+    last_of_row = {row: turn for turn, row in rows.items() if row >= 0}
+    branches = [Branch(turns=list_path(last_of_row[row])) for row in sorted(last_of_row)]
+    continued = set(parents.values())
+    for turn, row in rows.items():
+        if row < 0 and turn not in continued:
+            branches.append(Branch(turns=list_path(turn), role="superseded", is_trained=False))
+    return tuple(branches)
