@@ -165,14 +165,13 @@ class Controller(Configurable):
 
         return show(self.request, form=form, here=Machine.here())
 
-    def make_engine(self, folder: Path) -> TrainingEngine:
-        """Return the trainer's engine of the run in a folder, in this process, on its own.
+    def make_engine(self) -> TrainingEngine:
+        """Return the trainer's engine, in this process, on its own.
 
         Of a trainer of several processes it has another layout, which may round otherwise.
         """
         config = fit_to_devices(self.config, num_gpus=count_gpus())
-        checkpoints = config.trainer.checkpoint.shared_folder
-        plan = make_plan(config, resumes=RunFolder.to_read(folder, checkpoints=checkpoints))
+        plan = make_plan(config, resumes=None)
         plan.start.make()
         trainer = config.trainer
         if trainer.num_procs > 1:

@@ -7,14 +7,10 @@ it sampled. A ledger has both (`rl.ledger`), so that an edit on the way to the t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from rl.types import Completion  # which has a receipt
 
 DIGEST_BYTES = 8
 
@@ -48,25 +44,3 @@ def finish_digest(
     whole.update(np.ascontiguousarray(versions_C, dtype=np.int32).data)
     digest: bytes = whole.digest()
     return digest
-
-
-def seal(
-    groups: Sequence[Sequence[Completion]],
-    prompts: Sequence[np.ndarray],
-    *,
-    generator: str,
-    call: str,
-) -> list[list[Completion]]:
-    """Return the completions of each prompt with receipts; `call` is the name of the call."""
-    sealed = []
-    number = 0
-    for prompt, completions in zip(prompts, groups, strict=True):
-        started = start_digest(prompt)
-        group = []
-        for c in completions:
-            digest = finish_digest(started, c.token_ids, c.logprobs, c.policy_versions)
-            receipt = Receipt(generator=generator, request=f"{call}.{number}", digest=digest)
-            group.append(replace(c, receipt=receipt))
-            number += 1
-        sealed.append(group)
-    return sealed

@@ -35,6 +35,8 @@ ENTRIES = (
     "rl.serve",
     "rl.doctor",
     "rl.timeline",
+    "rl.bisect",
+    "rl.ledger.__main__",
     "rl.tinker.server",
 )
 TOPS = ("examples", "benchmarks", "tests", "tools")

@@ -21,8 +21,8 @@ from actors.generator import VLLMGenerator
 from actors.launch.calls import ActorLostError, ActorTimeoutError
 from actors.trainer import PolicyTrainer
 from rl.engine_client import EngineClient, FileUse
+from rl.ledger.sealing import seal
 from rl.protocols import ResumableGenerator
-from rl.receipts import seal
 from rl.types import Completion, SamplingParams
 from rl.utils.errors import RunError
 from rl.utils.threads import gather_or_cancel

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rl.config.json import read_json
-from rl.ledger.check import Checked, check_run, find_ledger
+from rl.ledger.check import check_run, find_ledger
+from rl.ledger.rules import Checked
 from rl.observability.run_folder import CONFIG
 from rl.serving.run_weights import read_settings
 from rl.utils.printing import print_error, print_text
@@ -64,15 +65,15 @@ def _replay(folder: Path, *, step: int) -> int:
     replayed = replay(
         recorded,
         checkpoints=settings.checkpoints,
-        engine=controller.make_engine(folder),
+        engine=controller.make_engine(),
         config=request.config.loop,
     )
     for line in replayed.differences:
         print_text(f"differs: step {step}, {line}")
     if not replayed.differences:
         print_text(
-            f"step {step}: logprobs of {replayed.num_tokens:,} tokens, losses and gradient norms "
-            f"of {replayed.num_minibatches} minibatches are bit-identical"
+            f"step {step} is the same again, bit for bit: logprobs of {replayed.num_tokens:,} "
+            f"tokens, loss and gradient norm of each minibatch ({replayed.num_minibatches})"
         )
     return 1 if replayed.differences else 0
 
@@ -81,7 +82,7 @@ def _replay(folder: Path, *, step: int) -> int:
 class HasEngine(Protocol):
     """A root component with a trainer: the controller of a run."""
 
-    def make_engine(self, folder: Path) -> TrainingEngine: ...
+    def make_engine(self) -> TrainingEngine: ...
 
 
 def describe(checked: Checked) -> str:

@@ -77,6 +77,7 @@ def compare_ledgers(folder: Path, other: Path) -> Comparison:
 
 
 def _compare(ours: LedgerStep, theirs: LedgerStep) -> Iterator[Parting]:
+    # In the order of causes: what differs later may follow from what differs earlier.
     yield from _compare_groups(ours, theirs)
     yield from _compare_generation(ours, theirs)
     yield from _compare_rewards(ours, theirs)
@@ -112,6 +113,7 @@ def _compare_generation(ours: LedgerStep, theirs: LedgerStep) -> Iterator[Partin
             yield _part(
                 ours, place, "next turn", f"turn {place.turn}", theirs.describe(other_place)
             )
+        # The prompt of a turn follows from the replies before it, so turn by turn.
         if ours.turns["prompt_ids"][n] != theirs.turns["prompt_ids"][n]:
             t, one, other = _find_first(ours.read_prompt(n), theirs.read_prompt(n))
             yield _part(ours, place, f"token {t} of the prompt", one, other)
@@ -151,6 +153,7 @@ def _compare_rewards(ours: LedgerStep, theirs: LedgerStep) -> Iterator[Parting]:
 
 
 def _compare_training(ours: LedgerStep, theirs: LedgerStep) -> Iterator[Parting]:
+    # Generation is equal here, so that all tokens have the same places.
     for name, what in OF_TRAINING:
         t, one, other = _find_first(ours.tokens[name], theirs.tokens[name])
         if t is not None:

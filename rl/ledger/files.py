@@ -94,6 +94,7 @@ def write(folder: Path, table: Any, *, step: int, facts: Mapping[str, Any]) -> L
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    # Strict JSON, which any program can read.
     text = json.dumps({"version": VERSION, "step": step, **facts}, allow_nan=False)
     table = table.replace_schema_metadata({METADATA: text.encode()})
     floats = [name for name in table.column_names if name in (*_FLOATS, *OPTIONAL)]
@@ -108,6 +109,7 @@ def write(folder: Path, table: Any, *, step: int, facts: Mapping[str, Any]) -> L
         table, buffer, compression="zstd", use_dictionary=by_dictionary, column_encoding=encoding,
         write_statistics=False,
     )  # fmt: skip
+    # In memory first: the name is the digest of the whole.
     content = buffer.getvalue().to_pybytes()
     digest = compute_digest(content)
     folder.mkdir(exist_ok=True)
@@ -132,6 +134,7 @@ def read(file: LedgerFile) -> StepRecord:
     import pyarrow.parquet as pq
 
     content = read_regular(file.path)
+    # Before it is parsed: what is not the named content may be anything.
     found = compute_digest(content)
     if found != file.digest:
         raise LedgerError(

@@ -38,6 +38,7 @@ def compute_loss(loss: Loss, step: LedgerStep, *, minibatch: int) -> LossOutput:
     """Return sum and denominator of a minibatch, as if it had been one micro-batch."""
     is_read_N = step.turns["minibatch"] == minibatch
     is_read_T = is_read_N[step.turn_of_token] & step.is_trained
+    # An episode is one sequence for the loss, however many rows it has.
     episodes = step.turns["group"].astype(np.int64) << 32 | step.turns["member"]
     known, numbers_N = np.unique(episodes[is_read_N], return_inverse=True)
     of_turn = np.zeros(step.num_turns, dtype=np.int64)
@@ -46,6 +47,7 @@ def compute_loss(loss: Loss, step: LedgerStep, *, minibatch: int) -> LossOutput:
     def take(name: str) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(step.tokens[name][is_read_T]))
 
+    # Tokens that the loss was not applied to count in no sum, so that they can be left out.
     logprobs_T = take("trainer_logprobs")
     proximal = take("proximal_logprobs") if "proximal_logprobs" in step.tokens else None
     return loss(
@@ -56,6 +58,7 @@ def compute_loss(loss: Loss, step: LedgerStep, *, minibatch: int) -> LossOutput:
             mask=torch.ones(len(logprobs_T), dtype=torch.bool),
             sequence_ids=torch.from_numpy(of_turn[step.turn_of_token[is_read_T]]),
             num_sequences=len(known),
+            # Stand-ins: the sum is not compared where the loss reads them.
             reference_logprobs=torch.zeros_like(logprobs_T),
             proximal_logprobs=proximal,
             entropy=torch.zeros_like(logprobs_T),

@@ -69,6 +69,7 @@ def replay(
     step: LedgerStep, *, checkpoints: Path, engine: TrainingEngine, config: LoopConfig
 ) -> Replayed:
     """Train a recorded step again; `config` is that of the run, `engine` its trainer's."""
+    # With the optimizer's states: a step of several minibatches goes on from one to the next.
     engine.load_checkpoint(str(step_folder(str(checkpoints), step.number - 1)))
     batch = Batch(groups=_make_groups(step), dropped=[])
     training = run_now(
@@ -108,6 +109,7 @@ def replay(
 
 def _find_first(step: LedgerStep, logprobs_T: np.ndarray) -> list[str]:
     """Return a line on the first token whose logprob differs; none if all are identical."""
+    # The ledger has the turns of no trained branch too.
     places = np.flatnonzero(step.turns["trained"][step.turn_of_token])
     recorded_T = step.tokens["trainer_logprobs"][places]
     is_read_T = ~np.isnan(recorded_T)
@@ -198,6 +200,7 @@ def _make_branches(step: LedgerStep, turns: Sequence[int]) -> tuple[Branch, ...]
             turn = parents[turn]
         return tuple(path[::-1])
 
+    # The last turn of a row is new in it: a path whose end is known is known as a whole.
     last_of_row = {row: turn for turn, row in rows.items() if row >= 0}
     branches = [Branch(turns=list_path(last_of_row[row])) for row in sorted(last_of_row)]
     continued = set(parents.values())

@@ -51,10 +51,12 @@ class LedgerStep:
         self.starts = np.zeros(len(table) + 1, dtype=np.int64)
         """[N + 1], places at which the tokens of each turn begin, and their number."""
         for name in (*_LISTS, *OPTIONAL):
+            # A run with one minibatch has no proximal logprobs, one without a KL no reference.
             if name not in table.column_names:
                 continue
             lists = table[name].combine_chunks()
             self.tokens[name] = lists.flatten().to_numpy(zero_copy_only=False)
+            # All lists of a turn are equally long.
             if name == "token_ids":
                 self.starts[1:] = np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False))
 
@@ -94,6 +96,7 @@ class LedgerStep:
 
     def read_prompt(self, n: int) -> np.ndarray:
         """Return the tokens of a turn's messages."""
+        # Bytes, because a column of bytes keeps equal prompts of a group once.
         return np.frombuffer(self.turns["prompt_ids"][n], dtype="<i4")
 
     def find_parent(self, n: int) -> int | None:
@@ -103,6 +106,7 @@ class LedgerStep:
 
     def read_context(self, n: int) -> np.ndarray:
         """Return every token that the generator has read for a turn."""
+        # From the end to the beginning, along the turns that the conversation continues.
         parts = [self.read_prompt(n)]
         before = self.find_parent(n)
         while before is not None:

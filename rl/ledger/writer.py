@@ -56,6 +56,7 @@ class _Columns:
                 columns.append(pa.array(self.values.get(column.name, []), type=column.type))
                 continue
             arrays = self.arrays.get(column.name, [])
+            # One array for all turns: Arrow takes as long for a short list as for a long one.
             joined = np.concatenate([np.zeros(0), *arrays])
             values = pa.array(joined.astype(column.type.value_type.to_pandas_dtype()))
             columns.append(pa.ListArray.from_arrays(pa.array(ends), values))
@@ -98,6 +99,7 @@ class Ledger:
         facts: Mapping[str, Any],
     ) -> None:
         """Write the file of a step; a full disk is a warning, and the ledger has a gap."""
+        # The trainer may have been asked for other rollouts too, which the recorder wanted.
         optional = _list_optional(trained_PG)
         columns = _Columns()
         for p, group in enumerate(groups):
@@ -113,6 +115,7 @@ class Ledger:
             "share": self.config.share,
             "groups": [describe_group(group) for group in groups],
         }
+        # A run goes on without its proof rather than ending for a full disk.
         with warn_unwritten(self.folder):
             table = columns.make_table(optional=optional)
             self._last = files.write(self.folder, table, step=step, facts=facts)
@@ -121,6 +124,7 @@ class Ledger:
 
     def _remove_oldest(self) -> None:
         most = self.config.max_gigabytes * 1e9
+        # The newest stays in any case: the next one has its digest.
         while sum(self._sizes.values()) > most and len(self._sizes) > 1:
             oldest = next(iter(self._sizes))
             del self._sizes[oldest]
@@ -198,6 +202,7 @@ def _describe_turns(
         for i, is_new in zip(row.turns, row.is_new, strict=True):
             if is_new:
                 rows[i] = number
+    # Of several branches that have a turn the first counts, as it does for the rows.
     roles = {i: branch.role for branch in reversed(rollout.branches) for i in branch.turns}
     by_token = trained.by_token
     for i, turn in enumerate(rollout.turns):

@@ -59,6 +59,7 @@ class StepLedger:
     def _describe_settings(self) -> dict[str, Any]:
         """Return the settings that the check computes with."""
         config = self.config
+        # Of the step, not of config.json: a resumed run may have changed them.
         return {
             "advantage": asdict(config.advantage),
             "kl_reward": asdict(config.kl_reward),

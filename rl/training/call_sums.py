@@ -52,6 +52,7 @@ class CallSums:
         self.has_denominator = False
         self._samples = samples
         self._policy = policy
+        # Values stay on the device until the call's end: a copy would make the next one wait.
         make_values = partial(
             TokenValues,
             samples,

@@ -23,9 +23,9 @@ from rl.ledger import files
 from rl.ledger.__main__ import main
 from rl.ledger.check import check_run
 from rl.ledger.config import LedgerConfig
+from rl.ledger.sealing import seal
 from rl.ledger.writer import Ledger, cut_back
 from rl.loop.ledger import StepLedger
-from rl.receipts import seal
 from rl.rollouts.staleness import WeightVersions
 from rl.trainer_types import ForwardBackwardResult
 from rl.types import Completion, TrainingSample

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from rl.ledger.__main__ import main
+from rl.ledger.check import check_run
 from rl.observability.events import read_events
 from rl.observability.recorder import read_rollouts
 from tests.support.runs import FinishedRun, kill_role, run_to_the_end
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(400)]
 AGENTS = ("--module", "tests.support.faulty_configs", "--config", "agents")
-ALL = ("--recorder.num_groups", "None")
+ALL = ("--recorder.num_groups", "None", "--ledger.enable", "True")
 
 
 def list_trained(run: FinishedRun) -> list[dict[str, Any]]:
@@ -43,6 +45,9 @@ def check_rows(run: FinishedRun) -> None:
         assert all(turn["mask"] == 1 for turn in line["turns"])
         if line["step"] == 1:
             assert all(turn["logprobs"] == turn["trainer_logprobs"] for turn in line["turns"])
+    checked = check_run(run.folder)
+    assert (checked.violation, checked.notes) == (None, [])
+    assert (checked.num_steps, checked.num_episodes) == (3, 3 * 2 * 4)
 
 
 def test_run_whose_endpoint_and_generator_are_killed_trains_on_every_rollout_once(tmp_path):
@@ -69,4 +74,5 @@ def test_run_whose_controller_is_killed_goes_on_without_losing_or_doubling_a_row
     run = run_to_the_end(tmp_path, "resumed", resumes=True, limit_s=300)
     assert run.status == 0, run.output
     check_rows(run)
+    assert main([str(run.folder), "--replay", "2"]) == 0
     assert not list(Path("/tmp").glob(f"relay-play-{tmp_path.name}*"))
