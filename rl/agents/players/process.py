@@ -25,6 +25,7 @@ import socket
 import sys
 from collections.abc import Collection
 from multiprocessing.context import SpawnProcess
+from types import ModuleType
 
 from rl.agents.players.guard import BEGUN, LENGTH, LOST, RESULT
 from rl.agents.players.plays import AgentResult, AgentSpec
@@ -196,7 +197,7 @@ class AgentProcess:
                 daemon=True,
             )
             # Not left half started by a cancellation.
-            starting = asyncio.ensure_future(asyncio.to_thread(self.process.start))
+            starting = asyncio.ensure_future(asyncio.to_thread(_start_alone, self.process))
             try:
                 await asyncio.shield(starting)
             finally:
@@ -332,6 +333,19 @@ class AgentProcess:
         if process is not None:
             await asyncio.to_thread(_end_process, process, root=self._root)
         self._root = ""
+
+
+def _start_alone(process: SpawnProcess) -> None:
+    """Start a process that does not import the program's main module.
+
+    A script would have to be written for that, and every agent would have its modules in memory.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        process.start()
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _end_process(process: SpawnProcess, *, root: str) -> None:
