@@ -176,6 +176,16 @@ def test_training_data_is_split_by_turns(tmp_path):
     assert [two[name] for name in names] == [[-0.125, "nan"], [0.25, -0.25], [1, 0]]
 
 
+def test_logprobs_from_before_a_step_of_several_minibatches_are_recorded(tmp_path):
+    trained = TrainedRollout(
+        advantages=np.zeros(2, dtype=np.float32),
+        trainer_logprobs=np.array([-1.0, -2.0], dtype=np.float32),
+        proximal_logprobs=np.array([-0.5, -0.25], dtype=np.float32),
+    )
+    (line,) = recorded(tmp_path, [group("p", score())], advantages=[[trained]])
+    assert line["turns"][0]["trainer_logprobs"] == [-0.5, -0.25]
+
+
 def test_recorded_ids_are_those_of_the_recorded_rollouts(tmp_path):
     groups = [
         group("a", score(), score(0.0, failure="raised"), score(0.0)),
