@@ -79,7 +79,7 @@ def test_last_weights_answer_both_clients_under_all_prefixes(run):
                 # Three letters, and no template around them.
                 assert continued.usage.prompt_tokens == 3
                 # The run's own limit, not that of the model's positions.
-                with pytest.raises(openai.BadRequestError, match="too long: 219 tokens > 128 max"):
+                with pytest.raises(openai.BadRequestError, match="too long: 219 tokens > 127 max"):
                     chat(client, messages=[{"role": "user", "content": "x" * 200}])
         for base in ("", "/anthropic/api"):
             with anthropic.Anthropic(base_url=url + base, api_key="any", max_retries=0) as client:
