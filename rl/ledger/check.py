@@ -71,16 +71,18 @@ def _check_files(folder: Path, checked: Checked) -> Violation | None:
             return violation
         try:
             step = LedgerStep(read(file))
-        except LedgerError as error:
+            violation = _check_chain(step, file, checked) or _check_step(step, checked)
+        except (LedgerError, LookupError, TypeError) as error:
+            # Damaged; or whole, as its name says, but not written by a run.
+            is_known = isinstance(error, LedgerError)
             return Violation(
                 step=file.step,
                 rule="file",
                 where="",
                 what=file.path.name,
-                expected="the file that its name has the digest of",
-                found=str(error),
+                expected="the file that its name has the digest of, as a run writes it",
+                found=str(error) if is_known else f"{type(error).__name__}: {error}",
             )
-        violation = _check_chain(step, file, checked) or _check_step(step, checked)
         if violation is not None:
             return violation
         checked.previous = file

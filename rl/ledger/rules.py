@@ -64,6 +64,10 @@ class Checked:
     """Policy version after the last step."""
     requests: set[int] = field(default_factory=set)
     """Hashes of the requests that were trained."""
+    highest: int = -1
+    """Highest number of a problem so far."""
+    missing: dict[int, int] = field(default_factory=dict)
+    """Lower numbers that no step has had, and the step that has passed over each."""
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -100,6 +104,30 @@ def check_versions(step: LedgerStep, checked: Checked) -> Iterator[Found]:
                 found=version,
             )
         checked.version = version
+
+
+def check_problems(step: LedgerStep, checked: Checked) -> Iterator[Found]:
+    """Every problem is trained on or dropped for a reason, in the task's order."""
+    numbers = {group["number"] for group in step.groups}
+    numbers |= {number for _, number in step.facts["dropped"]}
+    # A ledger that begins in the middle knows nothing of the problems before.
+    first = min(numbers) if checked.highest < 0 and step.number > 1 else checked.highest + 1
+    for number in range(first, max(numbers) + 1):
+        checked.missing.setdefault(number, step.number)
+    checked.highest = max(checked.highest, *numbers)
+    for number in numbers:
+        checked.missing.pop(number, None)
+    # Ahead of training a group may finish after later ones, but not later than the bound.
+    most = step.settings["max_off_policy_steps"] + 1
+    for number, passed in checked.missing.items():
+        if step.number - passed > most:
+            yield Found(
+                rule="problems",
+                place=WHOLE_STEP,
+                what=f"problem number {number}, which step {passed} has passed over",
+                expected=f"in a step up to {passed + most}",
+                found="in none",
+            )
 
 
 def check_receipts(step: LedgerStep, checked: Checked) -> Iterator[Found]:
@@ -385,6 +413,7 @@ def _compute_sums(
 
 RULES: tuple[Rule, ...] = (
     check_versions,
+    check_problems,
     check_receipts,
     check_staleness,
     check_roles,

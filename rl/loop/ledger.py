@@ -53,6 +53,7 @@ class StepLedger:
                 "settings": self._describe_settings(),
                 "minibatches": [_describe(minibatch) for minibatch in trained],
                 "steps_of_versions": {str(v): s for v, s in steps_of_versions.items()},
+                "dropped": [[reason, group.number] for reason, group in batch.dropped],
             },
         )
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 from losses.policy import GRPOLoss
 from losses.types import Loss, LossInputs
 from rl.config.json import name_code, to_dict
-from rl.ledger import files
+from rl.ledger import files, writer
 from rl.ledger.__main__ import main
 from rl.ledger.check import check_run
 from rl.ledger.config import LedgerConfig
@@ -222,6 +223,20 @@ def jump(facts: dict[str, Any]) -> None:
     facts["minibatches"][0]["policy_version"] = 9
 
 
+def supersede(folder: Path) -> None:
+    """Say of a trained turn that it was a reply which the agent did not go on with."""
+    last = files.list_files(folder / "ledger")[-1]
+    record = files.read(last)
+    column = record.table.column_names.index("role")
+    roles = record.table["role"].to_pylist()
+    roles[3] = "superseded"
+    field = record.table.schema.field(column)
+    table = record.table.set_column(column, field, [pa.array(roles, type=field.type)])
+    last.path.unlink()
+    facts = {k: v for k, v in record.facts.items() if k not in ("step", "version")}
+    files.write(folder / "ledger", table, step=3, facts=facts)
+
+
 def edit_byte(folder: Path) -> None:
     file = files.list_files(folder / "ledger")[1].path
     content = bytearray(file.read_bytes())
@@ -252,6 +267,14 @@ def remove(number: int) -> Callable[[Path], None]:
         (
             lambda folder: rewrite(folder, forget_version),
             "age of policy version 4, which has sampled it: expected 0 to 0 steps, found 2",
+        ),
+        (
+            supersede,
+            "sample 3, turn 0: role of the branch of a trained turn: expected main, found supersed",
+        ),
+        (
+            lambda folder: rewrite(folder, lambda facts: facts.pop("groups")),
+            "as a run writes it, found KeyError: 'groups'",
         ),
         (lambda folder: rewrite(folder, jump), "after minibatch 0: expected 5, found 9"),
         (
@@ -290,6 +313,21 @@ def test_ledger_goes_on_after_the_step_of_a_checkpoint(closed, tmp_path):
     cut_back(folder, step=None)
     assert not folder.exists()
     assert len(files.list_files(tmp_path / "ledger.old")) == 1
+
+
+def test_problem_that_was_passed_over_is_named(tmp_path, monkeypatch):
+    describe = writer.describe_group
+
+    def skip_one(group):
+        told = describe(group)
+        return told | {"number": told["number"] + (told["number"] >= 6)}
+
+    monkeypatch.setattr(writer, "describe_group", skip_one)
+    train(tmp_path, Honest(reply=half_right), num_steps=5)
+    assert (
+        "step 4: problem number 6, which step 2 has passed over: expected in a step up to 3, "
+        "found in none (problems)" in find(tmp_path)
+    )
 
 
 def test_share_of_the_groups_proves_less_and_says_so(tmp_path):
