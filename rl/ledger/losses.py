@@ -24,7 +24,9 @@ def load_loss(described: Mapping[str, Any]) -> Loss | None:
     if not name.startswith(PACKAGE):
         return None
     module, _, kind = name.rpartition(".")
-    loss: Loss = load_values(getattr(import_module(module), kind)(), values)
+    # Some settings are needed to make any loss of the class; parts are loaded into it then.
+    plain = {key: value for key, value in values.items() if not isinstance(value, dict | list)}
+    loss: Loss = load_values(getattr(import_module(module), kind)(**plain), values)
     return loss
 
 

@@ -17,8 +17,9 @@ import pyarrow as pa
 import pytest
 import torch
 
+from configs import sum_digits
 from losses.policy import GRPOLoss
-from losses.types import Loss, LossInputs
+from losses.types import Loss, LossInputs, uses_proximal_logprobs
 from rl.config.json import name_code, to_dict
 from rl.ledger import files, writer
 from rl.ledger.__main__ import main
@@ -30,6 +31,7 @@ from rl.loop.ledger import StepLedger
 from rl.rollouts.staleness import WeightVersions
 from rl.trainer_types import ForwardBackwardResult
 from rl.types import Completion, TrainingSample
+from tests.loop.test_rows import ALGORITHMS
 from tests.support.fakes import FakePolicy
 from tests.support.loops import half_right, make_loop
 from tests.support.loops import problems as numbered_problems
@@ -37,11 +39,13 @@ from tests.support.loops import problems as numbered_problems
 LOSS = GRPOLoss(normalization="sequence_mean")
 SETTINGS = {"num_steps": 3, "groups_per_batch": 4, "group_size": 4, "num_minibatches": 2}
 Edit = Callable[[Any], Any]
+PROXIMAL = "proximal_logprobs"
 
 
 class Honest(FakePolicy):
     """Generator with receipts, and a trainer that computes a real loss."""
 
+    loss: Loss = LOSS
     names = itertools.count()
     edit_completion: Edit = staticmethod(lambda completion: completion)
     """Fault between the generator and the rollouts."""
@@ -58,7 +62,7 @@ class Honest(FakePolicy):
     async def forward_backward(self, samples: Sequence[TrainingSample], **options: Any) -> Any:
         told = await super().forward_backward(samples, **options)
         read = self.edit_samples(list(samples))
-        result = compute(read, LOSS, told)
+        result = compute(read, self.loss, told)
         wanted = options["return_trained"] or ()
         kept = [read[i] if i < len(read) else None for i in wanted]
         nothing = [np.full(len(samples[i].token_ids), np.nan, np.float32) for i in wanted]
@@ -88,13 +92,14 @@ def compute(
             mask=mask,
             sequence_ids=torch.arange(len(samples)).repeat_interleave(lengths),
             num_sequences=len(samples),
+            reference_logprobs=torch.zeros_like(generator),
+            proximal_logprobs=None if samples[0].proximal_logprobs is None else join(PROXIMAL),
         )
     )
-    assert output.denominator is not None
     return replace(
         told,
         loss_sum=float(output.loss_sum),
-        denominator=float(output.denominator),
+        denominator=0.0 if output.denominator is None else float(output.denominator),
         num_samples=len(samples),
         num_trained_tokens=int(mask.sum()),
         advantage_sum=float(join("advantages")[mask].double().sum()),
@@ -102,15 +107,20 @@ def compute(
 
 
 def train(
-    folder: Path, policy: FakePolicy, *, ledger: LedgerConfig | None = None, **settings: Any
+    folder: Path, policy: Honest, *, ledger: LedgerConfig | None = None, **settings: Any
 ) -> Path:
     """Train in a folder with a ledger, and return it."""
     config = SETTINGS | settings
-    loop, sink = make_loop(policy, problems=numbered_problems(), **config)
+    loop, sink = make_loop(
+        policy,
+        problems=numbered_problems(),
+        proximal_logprobs=uses_proximal_logprobs(policy.loss),
+        **config,
+    )
     loop.ledger = StepLedger(
         ledger=Ledger(folder / "ledger", config=ledger or LedgerConfig(enable=True)),
         config=loop.config,
-        loss={"class": name_code(type(LOSS)), **to_dict(LOSS)},
+        loss={"class": name_code(type(policy.loss)), **to_dict(policy.loss)},
     )
     asyncio.run(loop.run())
     lines = [json.dumps({"step": r["step"], "policy_version": 0}) + "\n" for r in sink.records]
@@ -137,6 +147,23 @@ def test_clean_run_closes(closed, capsys):
     assert (checked.num_steps, checked.num_episodes) == (3, 3 * 4 * 4)
     assert main([str(closed)]) == 0
     assert "every trained token follows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_runs_of_named_algorithms_close(tmp_path, name, ahead):
+    config = sum_digits.tiny()
+    ALGORITHMS[name](config)
+    policy = Honest(reply=half_right, train_s=0.02)
+    policy.loss = config.trainer.loss
+    settings = {
+        field: getattr(config.loop, field)
+        for field in ("advantage", "kl_reward", "overlong", "mask_truncated_completions")
+    }
+    train(tmp_path, policy, max_off_policy_steps=ahead, **settings)
+    checked = check_run(tmp_path)
+    assert checked.violation is None
+    assert checked.num_tokens > 0
 
 
 def edit_first(change: Callable[[Completion], Completion]) -> Edit:
