@@ -106,7 +106,7 @@ chaos: setup ## kill each role in each phase of a short run; print a table of re
 attack: setup ## attack a Tinker server on loopback with 100,000 requests; print what became of them
 	$(TEST_PYTHON) -m tools.attack $(ARGS) $(NO_INPUT)
 
-mutants: setup ## plant 153 one-line faults in a copy of the tree and see which the tests catch: about 15 minutes
+mutants: setup ## plant 168 one-line faults in a copy of the tree and see which the tests catch: about 15 minutes
 	$(TEST_PYTHON) -m tools.mutants $(ARGS) $(NO_INPUT)
 
 lint: setup ## check rules and format with ruff

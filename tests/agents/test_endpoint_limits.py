@@ -6,10 +6,12 @@ import asyncio
 import json
 
 import cloudpickle
+import numpy as np
 import pytest
 
+from rl.agents.endpoint.queue import QueuedGenerator
 from rl.agents.settings import ClientRules
-from rl.types import Message
+from rl.types import Message, SamplingParams
 from tests.support.agent_endpoint import make_qwen_renderer, run_served, wait_until
 
 HI = {"role": "user", "content": "Hi"}
@@ -50,6 +52,8 @@ def test_reply_is_cut_to_what_is_left_or_refused():
         reply = await served.chat(HI, max_tokens=16_384)
         assert served.generator.calls[0][1].max_tokens == 64
         assert reply["choices"][0]["finish_reason"] == "stop"
+        cut_off = await served.chat(HI, max_tokens=2)
+        assert cut_off["choices"][0]["finish_reason"] == "length"
 
     run_served(scenario)
 
@@ -265,3 +269,21 @@ def test_model_names_are_accepted_unless_the_rules_list_them():
         assert [model["id"] for model in listed.json()["data"]] == ["mine"]
 
     run_served(scenario, rules=ClientRules(models=("mine",)))
+
+
+def test_a_taken_call_whose_caller_has_gone_is_told_to_who_answers_it():
+    async def scenario():
+        queued = QueuedGenerator()
+        prompt = [np.array([1, 2], dtype=np.int32)]
+        asking = [
+            asyncio.create_task(queued.generate(prompt, sampling=SamplingParams(max_tokens=1)))
+            for _ in range(2)
+        ]
+        taken = await queued.take(wait_s=1.0)
+        assert len(taken.calls) == 2
+        asking[0].cancel()
+        await asyncio.wait({asking[0]})
+        assert (await queued.take(wait_s=1.0)).cancelled == (taken.calls[0].id,)
+        asking[1].cancel()
+
+    asyncio.run(scenario())

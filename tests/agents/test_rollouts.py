@@ -130,6 +130,7 @@ def test_seed_decides_the_rollouts_also_of_agents_that_run_at_the_same_time(rend
 FAILING = {
     "import sys; print('broken'); sys.exit(3)": r"the agent failed: exit status 3; .*'broken'",
     "print('nothing')": r"the agent has asked the model nothing; .*'nothing'",
+    "import os; print(os.environ['OPENAI_API_KEY'])": r"the agent has asked .*'<key>'",
     "import os, signal; os.kill(os.getppid(), signal.SIGKILL); os.abort()": (
         r"the agent was lost; .*guard"
     ),
@@ -147,6 +148,7 @@ def test_agent_that_fails_is_a_failed_rollout_with_its_reason(renderer, code, re
         assert rollout.end == "failed"
         assert rollout.failure is not None
         assert re.match(reason, rollout.failure, re.DOTALL), rollout.failure
+        assert "sk-relay" not in rollout.state["output"]
 
 
 def test_limit_of_replies_ends_an_episode_that_still_counts(renderer):

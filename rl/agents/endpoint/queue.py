@@ -77,7 +77,9 @@ class QueuedGenerator:
         try:
             return await answer
         finally:
-            if self._answers.pop(call.id, None) is not None and not answer.done():
+            del self._answers[call.id]
+            # The end of a caller that waits for the future cancels the future too.
+            if answer.cancelled() or not answer.done():
                 self._drop(call)
 
     async def take(self, *, wait_s: float) -> TakenCalls:
