@@ -46,7 +46,17 @@ def check_run(run: Path) -> Checked:
 
 
 def _check_end(metrics: Path, checked: Checked) -> Violation | None:
-    """Return the violation of a ledger that ends before the run's metrics do."""
+    """Return the violation of a ledger that lacks its beginning, or ends before the metrics do."""
+    # The writer removes old files too, and then says so in the next one.
+    if checked.told_first != checked.first:
+        return Violation(
+            step=checked.told_first,
+            rule="order",
+            where="",
+            what="the ledger begins later than its last file says",
+            expected=f"step {checked.told_first}",
+            found=f"step {checked.first}",
+        )
     steps = [0]
     # Records of evaluations have no version of the weights.
     if metrics.exists():
@@ -108,17 +118,17 @@ def _check_order(file: LedgerFile, checked: Checked) -> Violation | None:
 
 def _check_chain(step: LedgerStep, file: LedgerFile, checked: Checked) -> Violation | None:
     """Return the violation of a file that does not follow the one before."""
-    previous, first = checked.previous, int(step.facts["first"])
+    checked.told_first = int(step.facts["first"])
+    previous = checked.previous
     if previous is None:
-        if file.step == 1 and not step.facts["previous"]:
-            return None
-        if first == file.step or checked.notes:
-            checked.note(f"the ledger begins with step {file.step}")
-            return None
-        checked.note(
-            f"the ledger begins with step {file.step}: older steps were removed "
-            "(ledger.max_gigabytes), or this run began with another run's checkpoint"
-        )
+        checked.first = file.step
+        if file.step > 1:
+            why = (
+                "older steps were removed (ledger.max_gigabytes)"
+                if step.facts["previous"]
+                else "it was enabled then, or the run began with another run's checkpoint"
+            )
+            checked.note(f"the ledger begins with step {file.step}: {why}")
         return None
     if step.facts["previous"] == previous.digest:
         return None

@@ -25,7 +25,7 @@ VERSION = 1
 METADATA = b"relay"
 DIGEST_LETTERS = 32
 _NAME = re.compile(r"(\d{6,})-([0-9a-f]{32})\.parquet")
-_FLOATS = ("logprobs", "advantages", "trainer_logprobs", "trainer_advantages")
+FLOATS = ("logprobs", "advantages", "trainer_logprobs", "trainer_advantages")
 OPTIONAL = ("proximal_logprobs", "reference_logprobs")
 """Columns of runs with several minibatches, and with a KL in the reward."""
 
@@ -84,7 +84,7 @@ def make_schema(*, optional: tuple[str, ...]) -> Any:
         ("token_ids", pa.list_(pa.int32())),
         ("versions", pa.list_(pa.int32())),
         ("mask", pa.list_(pa.int8())),
-        *((column, pa.list_(pa.float32())) for column in (*_FLOATS, *optional)),
+        *((column, pa.list_(pa.float32())) for column in (*FLOATS, *optional)),
     ]
     return pa.schema(columns)
 
@@ -97,7 +97,7 @@ def write(folder: Path, table: Any, *, step: int, facts: Mapping[str, Any]) -> L
     # Strict JSON, which any program can read.
     text = json.dumps({"version": VERSION, "step": step, **facts}, allow_nan=False)
     table = table.replace_schema_metadata({METADATA: text.encode()})
-    floats = [name for name in table.column_names if name in (*_FLOATS, *OPTIONAL)]
+    floats = [name for name in table.column_names if name in (*FLOATS, *OPTIONAL)]
     # Bytes of floats in streams of their own compress by a fifth more than floats in a row do.
     encoding = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in floats}
     by_dictionary = [

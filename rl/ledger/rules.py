@@ -60,6 +60,10 @@ class Checked:
     """What the ledger does not prove."""
     violation: Violation | None = None
     previous: LedgerFile | None = None
+    first: int = 0
+    """Step of the first file."""
+    told_first: int = 0
+    """Step of the first file when the last one was written."""
     version: int | None = None
     """Policy version after the last step."""
     requests: set[int] = field(default_factory=set)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from rl.branches import find_predecessors, split_rows
 from rl.ledger import files
 from rl.ledger.config import LedgerConfig
-from rl.ledger.files import OPTIONAL, LedgerFile
+from rl.ledger.files import FLOATS, OPTIONAL, LedgerFile
 from rl.observability.metrics import OLD_SUFFIX
 from rl.rollouts.group import Group, RolloutId, ScoredRollout
 from rl.rollouts.samples import find_places
@@ -99,14 +100,17 @@ class Ledger:
         facts: Mapping[str, Any],
     ) -> None:
         """Write the file of a step; a full disk is a warning, and the ledger has a gap."""
-        # The trainer may have been asked for other rollouts too, which the recorder wanted.
         optional = _list_optional(trained_PG)
         columns = _Columns()
         for p, group in enumerate(groups):
             if is_chosen(group.number, share=self.config.share):
                 for g, member in enumerate(group.scored):
-                    for values, arrays in _describe_turns(member.rollout, trained_PG[p][g]):
+                    trained = trained_PG[p][g]
+                    for values, arrays in _describe_turns(member.rollout, trained, optional):
                         columns.add({"group": p, "member": g, **values}, arrays)
+        # Before the file is written, which says what the first one is.
+        with warn_unwritten(self.folder):
+            self._remove_oldest()
         first = min([step, *(file.step for file in files.list_files(self.folder))])
         facts = {
             **facts,
@@ -120,7 +124,6 @@ class Ledger:
             table = columns.make_table(optional=optional)
             self._last = files.write(self.folder, table, step=step, facts=facts)
             self._sizes[self._last.path] = self._last.path.stat().st_size
-            self._remove_oldest()
 
     def _remove_oldest(self) -> None:
         most = self.config.max_gigabytes * 1e9
@@ -184,15 +187,13 @@ def _describe_member(member: ScoredRollout) -> dict[str, Any]:
 
 
 def _list_optional(trained_PG: Sequence[Sequence[TrainedRollout]]) -> tuple[str, ...]:
-    for trained_G in trained_PG:
-        for trained in trained_G:
-            if trained.reasons is not None:
-                return tuple(name for name in OPTIONAL if getattr(trained, name) is not None)
-    return ()
+    """Return the optional columns that are known of any rollout."""
+    trained = [*chain(*trained_PG)]
+    return tuple(name for name in OPTIONAL if any(getattr(t, name) is not None for t in trained))
 
 
 def _describe_turns(
-    rollout: Rollout, trained: TrainedRollout
+    rollout: Rollout, trained: TrainedRollout, optional: Sequence[str]
 ) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
     """Yield values and arrays of each turn of a scored rollout."""
     places = find_places(rollout)
@@ -223,22 +224,22 @@ def _describe_turns(
             "reward": turn.observation.reward,
             "prompt_ids": turn.prompt_ids.astype("<i4").tobytes(),
         }
-        arrays = {
+        arrays = _make_untrained(len(c.token_ids), optional=optional)
+        arrays |= {
             "token_ids": c.token_ids,
             "logprobs": c.logprobs,
             "versions": c.policy_versions,
         }
         if i in places:
+            # Of a sample that was left out, being too long, the trainer says nothing.
             arrays |= {name: values_C[places[i]] for name, values_C in by_token.items()}
-        else:
-            arrays |= _make_untrained(len(c.token_ids), names=by_token)
         yield values, arrays
 
 
-def _make_untrained(num: int, *, names: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the arrays of a turn of no trained branch."""
+def _make_untrained(num: int, *, optional: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the arrays of a turn that was not trained on, of no trained branch."""
     unread = np.full(num, np.nan, dtype=np.float32)
-    arrays = dict.fromkeys(names, unread)
+    arrays = dict.fromkeys((*FLOATS, *optional), unread)
     arrays["mask"] = np.full(num, ROLE, dtype=np.int8)
     arrays["advantages"] = np.zeros(num, dtype=np.float32)
     return arrays

@@ -302,6 +302,8 @@ def _add_tokens(
         reasons=collect_from_rows(rollout, reasons, dtype=np.int8, missing=reason),
         trainer_logprobs=collect_known([None if t is None else t.logprobs for t in read]),
         trainer_advantages=collect_known([None if t is None else t.advantages for t in read]),
-        proximal_logprobs=collect_known([s.proximal_logprobs if s else None for s in rows]),
-        reference_logprobs=collect_known([s.reference_logprobs if s else None for s in rows]),
+        proximal_logprobs=collect_known([None if s is None else s.proximal_logprobs for s in rows]),
+        reference_logprobs=collect_known(
+            [None if s is None else s.reference_logprobs for s in rows]
+        ),
     )

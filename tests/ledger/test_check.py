@@ -29,6 +29,7 @@ from rl.ledger.sealing import seal
 from rl.ledger.writer import Ledger, cut_back
 from rl.loop.ledger import StepLedger
 from rl.rollouts.staleness import WeightVersions
+from rl.rollouts.trained import TOO_LONG, TRAINED
 from rl.trainer_types import ForwardBackwardResult
 from rl.types import Completion, TrainingSample
 from tests.loop.test_rows import ALGORITHMS
@@ -286,6 +287,7 @@ def remove(number: int) -> Callable[[Path], None]:
         (edit_byte, r"step 2: 000002-\w+.parquet: .*it was edited or cut off"),
         (cut_file, r"step 2: 000002-\w+.parquet: .*it was edited or cut off"),
         (remove(1), "step 3: the file after .*: expected step 2, found step 3"),
+        (remove(0), "step 1: the ledger begins later than its last file says: expected step 1, "),
         (remove(2), "step 3: the ledger ends before metrics.jsonl"),
         (
             lambda folder: rewrite(folder, set_reward),
@@ -355,6 +357,16 @@ def test_problem_that_was_passed_over_is_named(tmp_path, monkeypatch):
         "step 4: problem number 6, which step 2 has passed over: expected in a step up to 3, "
         "found in none (problems)" in find(tmp_path)
     )
+
+
+def test_samples_that_are_too_long_are_left_out_for_that_reason(tmp_path):
+    settings: dict[str, Any] = {"max_sample_tokens": 20, "long_samples": "drop"}
+    train(tmp_path, Honest(reply=half_right), **settings)
+    checked = check_run(tmp_path)
+    assert checked.violation is None
+    (first, *_) = files.list_files(tmp_path / "ledger")
+    masks = {m for masks in files.read(first).table["mask"].to_pylist() for m in masks}
+    assert masks == {TRAINED, TOO_LONG}
 
 
 def test_share_of_the_groups_proves_less_and_says_so(tmp_path):
