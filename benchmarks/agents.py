@@ -319,7 +319,7 @@ async def _talk(endpoint: Endpoint, seed: int) -> int:
         messages.append(Message(role="user", content=TEXT))
         identity = RequestIdentity(digest=str(turn).encode())
         answer = await episode.reply(ChatRequest(messages=tuple(messages)), identity=identity)
-        episode.mark_delivered(answer, identity=identity)
+        episode.mark_delivered(answer)
         num_known += answer.reply.cached_tokens
         messages.append(answer.parsed.message)
     (branch,) = episode.list_conversations(trained=()).branches

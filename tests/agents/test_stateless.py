@@ -67,7 +67,7 @@ def test_reply_is_read_and_told_with_its_tokens(answerer):
 
 def test_same_request_is_sampled_again(answerer):
     first, second = ask(answerer), ask(answerer)
-    answerer.mark_delivered(first, identity=IDENTITY)
+    answerer.mark_delivered(first)
     assert len(answerer.generator.calls) == 2
     assert first.reply.id != second.reply.id
     seeds = {sampling.seed for _, sampling in answerer.generator.calls}

@@ -102,9 +102,9 @@ class Answerer(Protocol):
 
     def count_refused(self) -> None: ...
 
-    def mark_delivered(self, answer: Answer, *, identity: RequestIdentity) -> None: ...
+    def mark_delivered(self, answer: Answer) -> None: ...
 
-    def mark_cut_off(self, answer: Answer, *, identity: RequestIdentity) -> None: ...
+    def mark_cut_off(self, answer: Answer) -> None: ...
 
     async def count_tokens(self, request: ChatRequest) -> int: ...
 
@@ -260,21 +260,19 @@ async def _reply(request: Request, answerer: Answerer) -> Response:
         await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
         if answering.done():
             answering.result()  # An error of a request that was refused at once has its status.
-        stream = _stream(
-            answering, dialect, wanted, request=request, answerer=answerer, identity=identity
-        )
+        stream = _stream(answering, dialect, wanted, request=request, answerer=answerer)
         return ClosedStream(stream, media_type="text/event-stream", headers=_NO_CACHE)
     if not await _wait_while_connected(request, answering):
         return Response(status_code=499)
     answer = answering.result()
     body = dialect.make_body(answer.reply, wanted, answer.parsed)
     # Before it is sent: the client may make its next request as soon as it has the reply.
-    answerer.mark_delivered(answer, identity=identity)
+    answerer.mark_delivered(answer)
     written = json.dumps(body, ensure_ascii=False, allow_nan=False).encode(errors="replace")
     kind = "application/json"
     if len(written) <= BUFFERED_BYTES:
         return Response(written, media_type=kind)
-    mark_cut_off = partial(answerer.mark_cut_off, answer, identity=identity)
+    mark_cut_off = partial(answerer.mark_cut_off, answer)
     parts, length = _send(written, request, mark_cut_off=mark_cut_off), str(len(written))
     return ClosedStream(parts, media_type=kind, headers={"content-length": length})
 
@@ -310,7 +308,6 @@ async def _stream(
     *,
     request: Request,
     answerer: Answerer,
-    identity: RequestIdentity,
 ) -> AsyncIterator[bytes]:
     """Yield the events of a reply; signs of life before, and an error in place of a reply."""
     try:
@@ -319,9 +316,9 @@ async def _stream(
             if not answering.done():
                 yield dialect.KEEP_ALIVE
         answer = answering.result()
-        answerer.mark_delivered(answer, identity=identity)
+        answerer.mark_delivered(answer)
         body = dialect.stream_body(answer.reply, wanted, answer.parsed)
-        mark_cut_off = partial(answerer.mark_cut_off, answer, identity=identity)
+        mark_cut_off = partial(answerer.mark_cut_off, answer)
         async with aclosing(_send(body, request, mark_cut_off=mark_cut_off)) as parts:
             async for part in parts:
                 yield part

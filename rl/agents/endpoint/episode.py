@@ -120,14 +120,14 @@ class AgentEpisode:
         self._check_num_unanswered()
         self.counts["requests"] += 1
 
-    def mark_delivered(self, answer: Answer, *, identity: RequestIdentity) -> None:
+    def mark_delivered(self, answer: Answer) -> None:
         """Note that the client has got its whole reply."""
         self.record.undelivered.discard(answer.number)
         shared = self._replies.find_answered(answer)
         if shared is not None:
             shared.num_given += 1
 
-    def mark_cut_off(self, answer: Answer, *, identity: RequestIdentity) -> None:
+    def mark_cut_off(self, answer: Answer) -> None:
         """Count a client that has not taken its reply after all."""
         self.counts["cut_off"] += 1
         shared = self._replies.find_answered(answer)

@@ -96,10 +96,10 @@ class StatelessAnswerer:
     def count_refused(self) -> None:
         """Do nothing: nobody counts."""
 
-    def mark_delivered(self, answer: Answer, *, identity: RequestIdentity) -> None:
+    def mark_delivered(self, answer: Answer) -> None:
         """Do nothing: a client that asks again gets another reply."""
 
-    def mark_cut_off(self, answer: Answer, *, identity: RequestIdentity) -> None:
+    def mark_cut_off(self, answer: Answer) -> None:
         """Do nothing: nobody counts."""
 
     async def count_tokens(self, request: ChatRequest) -> int:

@@ -215,10 +215,10 @@ class OwnerAnswerer:
     def count_refused(self) -> None:
         """Do nothing, as `StatelessAnswerer`."""
 
-    def mark_delivered(self, answer: Answer, *, identity: RequestIdentity) -> None:
+    def mark_delivered(self, answer: Answer) -> None:
         """Do nothing, as `StatelessAnswerer`."""
 
-    def mark_cut_off(self, answer: Answer, *, identity: RequestIdentity) -> None:
+    def mark_cut_off(self, answer: Answer) -> None:
         """Do nothing, as `StatelessAnswerer`."""
 
     async def count_tokens(self, request: ChatRequest) -> int:
