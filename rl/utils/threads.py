@@ -76,18 +76,24 @@ class WorkerThread:
         return not self._thread.is_alive()
 
     def _run_jobs(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
-            future, function = job
-            # The caller has been cancelled while the function was waiting.
-            if not future.set_running_or_notify_cancel():
-                continue
+        # A job's variables end with its call: a thread that waits must not keep a function, its
+        # arguments and its result, which may be a model's cache, until the next job comes.
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Wait for a job and run it; return False if it was the last."""
+        job = self._jobs.get()
+        if job is None:
+            return False
+        future, function = job
+        # The caller has been cancelled while the function was waiting.
+        if future.set_running_or_notify_cancel():
             try:
                 future.set_result(function())
             except BaseException as error:  # noqa: BLE001  (raised in the caller)
                 future.set_exception(error)
+        return True
 
 
 class LoopThread:

@@ -1,6 +1,8 @@
 import asyncio
 import queue
 import threading
+import time
+import weakref
 
 import pytest
 
@@ -48,6 +50,25 @@ def test_full_queue_refuses_and_stop_ends_the_thread_after_what_is_queued():
     gate.set()
     assert thread.stop(timeout_s=WAIT_S)
     assert second.result() != threading.get_ident()
+
+
+def test_thread_that_waits_keeps_nothing_of_its_last_job():
+    class Large:
+        pass
+
+    def measure(large):
+        return [large]
+
+    thread = WorkerThread("worker")
+    large = Large()
+    is_kept = weakref.ref(large)
+    thread.submit(measure, large).result()
+    del large
+    deadline = time.monotonic() + 5.0
+    while is_kept() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert is_kept() is None
+    assert thread.stop(timeout_s=5.0)
 
 
 def test_loop_thread_runs_coroutines_together_and_cancels_them():
