@@ -17,6 +17,7 @@ from losses.correction import ImportanceCorrection
 from losses.policy import GRPOLoss
 from rl.config.configurable import Configurable
 from rl.distributed.mesh import ParallelismConfig
+from rl.ledger.config import LedgerConfig
 from rl.loop.loop import Loop
 from rl.loop.warmup import SupervisedWarmup
 from rl.models.qwen3 import model_registry
@@ -56,6 +57,7 @@ def tiny() -> Controller.Config:
             max_logprob_diff=1e-4,
             eval_every=20,
         ),
+        ledger=LedgerConfig(enable=True),
     )
 
 

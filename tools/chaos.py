@@ -2,7 +2,7 @@
 
 An undisturbed run comes first. Then each case is a run in which one process is killed once (several
 in the short version); the run must finish by itself (after the loss of its controller: with
---resume) with the same metrics and the same trained rollouts. The last line is a JSON object; exit
+--resume) with the same metrics, the same trained rollouts, and a ledger that closes and is the same. The last line is a JSON object; exit
 status 1: a case failed.
 """
 
@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from actors.launch.cleanup import find_by_environment
+from rl.ledger.check import check_run
+from rl.ledger.compare import compare_ledgers
 from rl.observability.events import read_events
-from rl.observability.run_folder import EVENTS, ROLLOUTS
+from rl.observability.run_folder import EVENTS, LEDGER, ROLLOUTS
 from rl.utils.processes import kill
 from tools.fault_injection import VICTIMS, Fault, environment
 
@@ -33,8 +35,8 @@ PHASES = ("setup", "generate", "score", "forward_backward", "optim_step", "push"
 COUNTS = {"setup": 1, "generate": 12, "score": 10}
 """Number of the call in which the process dies; 2 in other phases."""
 FIXED = (
-    (("setup", "trainer"), ("generate", "generator"), ("optim_step", "trainer")),
-    (("pull", "host"), ("save", "controller")),
+    (("generate", "generator"), ("optim_step", "trainer"), ("save", "controller")),
+    (("setup", "trainer"), ("pull", "host")),
 )
 """Cases of the short version, each with the faults of one run."""
 NOT_COMPARED = ("time/", "perf/", "limit/")
@@ -87,6 +89,12 @@ def check(folder: Path, reference: Path, *, faults: Sequence[Fault]) -> list[str
         wrong.append("its metrics differ from the undisturbed run's")
     if trained(folder) != trained(reference):
         wrong.append("it trained on other rollouts than the undisturbed run")
+    checked = check_run(folder)
+    if checked.violation is not None:
+        wrong.append(f"its ledger: {checked.violation}")
+    parting = compare_ledgers(folder / LEDGER, reference / LEDGER).parting
+    if parting is not None:
+        wrong.append(f"its ledger parts from the undisturbed run's at {parting}")
     return wrong
 
 

@@ -321,6 +321,17 @@ def test_edit_of_a_ledger_is_found_and_named(closed, tmp_path, change, says):
     assert main([str(folder)]) == 1
 
 
+def test_last_step_of_a_run_that_was_killed_may_be_missing_and_is_told(closed, tmp_path):
+    folder = shutil.copytree(closed, tmp_path / "killed")
+    (folder / "status.json").write_text('{"status": "running"}')
+    remove(2)(folder)
+    checked = check_run(folder)
+    assert checked.violation is None
+    assert checked.notes[0].startswith("step 3, the last one in metrics.jsonl: its file is not")
+    remove(1)(folder)
+    assert "step 2: the ledger ends before" in str(check_run(folder).violation)
+
+
 def test_folder_without_a_ledger_says_how_to_have_one(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "--ledger.enable True" in capsys.readouterr().err

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.launch.cleanup import find_by_environment, list_with_descendants
+from rl.ledger.check import check_run
+from rl.ledger.files import list_files
 from rl.observability.metrics import read_metrics
+from rl.observability.run_folder import LEDGER
 from rl.utils.processes import ProcessId, identify, kill
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -148,6 +151,16 @@ def run_to_the_end(
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
             run.wait()
-    return FinishedRun(
+    finished = FinishedRun(
         status=run.returncode, output="".join(printed) + rest, folder=dump_folder / name
     )
+    check_ledger(finished)
+    return finished
+
+
+def check_ledger(run: FinishedRun) -> None:
+    """Check that what a run has trained follows from what was sampled, however it ended."""
+    if list_files(run.folder / LEDGER):
+        checked = check_run(run.folder)
+        assert checked.violation is None, f"{checked.violation}\n{run.output}"
+        assert run.status != 0 or checked.notes == []
