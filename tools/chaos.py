@@ -2,8 +2,8 @@
 
 An undisturbed run comes first. Then each case is a run in which one process is killed once (several
 in the short version); the run must finish by itself (after the loss of its controller: with
---resume) with the same metrics, the same trained rollouts, and a ledger that closes and is the same. The last line is a JSON object; exit
-status 1: a case failed.
+--resume) with the same metrics and trained rollouts, and with a ledger that closes and is the same.
+The last line is a JSON object; exit status 1: a case failed.
 """
 
 from __future__ import annotations

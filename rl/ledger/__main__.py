@@ -70,6 +70,11 @@ def _replay(folder: Path, *, step: int) -> int:
     )
     for line in replayed.differences:
         print_text(f"differs: step {step}, {line}")
+    num_procs = request.config.trainer.num_procs
+    if replayed.differences and num_procs > 1:
+        print_text(
+            f"the run's trainer had {num_procs} processes: its sums may round otherwise in one"
+        )
     if not replayed.differences:
         print_text(
             f"step {step} is the same again, bit for bit: logprobs of {replayed.num_tokens:,} "

@@ -7,7 +7,7 @@ tokens and their logprobs, rewards, advantages, what the trainer has read, its l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,13 @@ from rl.ledger.files import list_files, read
 from rl.ledger.step import LedgerStep, Place
 
 OF_GENERATION = (("token_ids", "sampled token"), ("logprobs", "logprob at sampling"))
-OF_TRAINING = (
+OF_INPUTS = (
     ("advantages", "advantage"),
     ("mask", "mask"),
+    ("reference_logprobs", "logprob of the reference policy"),
+    ("proximal_logprobs", "logprob before the first minibatch"),
+)
+OF_TRAINING = (
     ("trainer_advantages", "advantage that the loss has read"),
     ("trainer_logprobs", "logprob of the trainer"),
 )
@@ -81,8 +85,8 @@ def _compare(ours: LedgerStep, theirs: LedgerStep) -> Iterator[Parting]:
     yield from _compare_groups(ours, theirs)
     yield from _compare_generation(ours, theirs)
     yield from _compare_rewards(ours, theirs)
+    yield from _compare_inputs(ours, theirs)
     yield from _compare_training(ours, theirs)
-    yield from _compare_sums(ours, theirs)
 
 
 def _part(step: LedgerStep, place: Place, what: str, one: Any, other: Any) -> Parting:
@@ -152,37 +156,44 @@ def _compare_rewards(ours: LedgerStep, theirs: LedgerStep) -> Iterator[Parting]:
                     yield _part(ours, Place(group=p, member=g), name, member[name], twin[name])
 
 
+def _compare_inputs(ours: LedgerStep, theirs: LedgerStep) -> Iterator[Parting]:
+    # Generation is equal here, so that turns and tokens of both have the same places.
+    for name in ("minibatch", "row"):
+        n, one, other = _find_first(ours.turns[name], theirs.turns[name])
+        if n is not None:
+            yield _part(ours, ours.place_turn(n), name, one, other)
+    for name, what in OF_INPUTS:
+        if name in ours.tokens and name in theirs.tokens:
+            t, one, other = _find_first(ours.tokens[name], theirs.tokens[name])
+            if t is not None:
+                yield _in_minibatch(ours, t, _part(ours, ours.place_token(t), what, one, other))
+
+
+def _in_minibatch(step: LedgerStep, t: int, parting: Parting) -> Parting:
+    """Return what differs at a token, with the token's minibatch."""
+    minibatch = int(step.turns["minibatch"][step.turn_of_token[t]])
+    return replace(parting, where=f"minibatch {minibatch}, {parting.where}")
+
+
 def _compare_training(ours: LedgerStep, theirs: LedgerStep) -> Iterator[Parting]:
-    # Generation is equal here, so that all tokens have the same places.
-    for name, what in OF_TRAINING:
-        t, one, other = _find_first(ours.tokens[name], theirs.tokens[name])
-        if t is not None:
-            n = int(ours.turn_of_token[t])
-            parting = _part(ours, ours.place_token(t), what, one, other)
-            minibatch = int(ours.turns["minibatch"][n])
-            yield Parting(
-                step=parting.step,
-                where=f"minibatch {minibatch}, {parting.where}",
-                what=parting.what,
-                values=parting.values,
-            )
-
-
-def _compare_sums(ours: LedgerStep, theirs: LedgerStep) -> Iterator[Parting]:
+    # One minibatch after the other: the weights of a later one follow from the sums of the earlier.
+    minibatch_T = ours.turns["minibatch"][ours.turn_of_token]
     pairs = zip_longest(ours.facts["minibatches"], theirs.facts["minibatches"])
-    for number, (told, other) in enumerate(pairs):
-        if told is None or other is None:
+    for number, (told, other_told) in enumerate(pairs):
+        if told is None or other_told is None:
             sizes = [len(step.facts["minibatches"]) for step in (ours, theirs)]
             yield _part(ours, Place(), "number of minibatches", *sizes)
             return
+        tokens = np.flatnonzero(minibatch_T == number)
+        for name, what in OF_TRAINING:
+            i, one, other = _find_first(ours.tokens[name][tokens], theirs.tokens[name][tokens])
+            if i is not None:
+                t = int(tokens[i])
+                yield _in_minibatch(ours, t, _part(ours, ours.place_token(t), what, one, other))
         for name in SUMS:
-            if told[name] != other[name]:
-                yield Parting(
-                    step=ours.number,
-                    where=f"minibatch {number}",
-                    what=name,
-                    values=(_show(told[name]), _show(other[name])),
-                )
+            if told[name] != other_told[name]:
+                parting = _part(ours, Place(), name, told[name], other_told[name])
+                yield replace(parting, where=f"minibatch {number}")
 
 
 def _compare_settings(ours: Any, theirs: Any, *, name: str = "") -> Iterator[str]:
