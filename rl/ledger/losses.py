@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -24,10 +24,21 @@ def load_loss(described: Mapping[str, Any]) -> Loss | None:
     if not name.startswith(PACKAGE):
         return None
     module, _, kind = name.rpartition(".")
+    make = getattr(import_module(module), kind)
     # Some settings are needed to make any loss of the class; parts are loaded into it then.
     plain = {key: value for key, value in values.items() if not isinstance(value, dict | list)}
-    loss: Loss = load_values(getattr(import_module(module), kind)(**plain), values)
+    loss: Loss = load_values(make(**plain, **_make_parts(make, values)), values)
     return loss
+
+
+def _make_parts(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a loss that it has, and that a new one of its class would not have."""
+    parts: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind).items():
+        if isinstance(values.get(name), dict) and type(None) in get_args(hint):
+            (part,) = (arg for arg in get_args(hint) if arg is not type(None))
+            parts[name] = part()
+    return parts
 
 
 def knows_sum(loss: Loss) -> bool:

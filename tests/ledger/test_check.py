@@ -167,6 +167,13 @@ def test_runs_of_named_algorithms_close(tmp_path, name, ahead):
     assert checked.num_tokens > 0
 
 
+def test_run_whose_loss_has_a_part_that_others_lack_closes(tmp_path):
+    policy = Honest(reply=half_right, train_s=0.02)
+    policy.loss = sum_digits.tiny_async().trainer.loss  # with an ImportanceCorrection
+    train(tmp_path, policy, max_off_policy_steps=1)
+    assert check_run(tmp_path).violation is None
+
+
 def edit_first(change: Callable[[Completion], Completion]) -> Edit:
     """Return a fault of the sixth completion."""
     numbers = itertools.count()
