@@ -288,7 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         copy_tree(tree)
         runs = args.keep or folder
         runs.mkdir(parents=True, exist_ok=True)
-        bench = Bench(runs.resolve(), tree=tree, assets=prepare_start(folder, seed=0))
+        assets = str(Path(prepare_start(folder, seed=0)).resolve())
+        bench = Bench(runs.resolve(), tree=tree, assets=assets)
         outcomes: dict[str, Outcome] = {}
         for fault in faults:
             outcomes[fault.name] = bench.try_fault(fault)
