@@ -121,6 +121,16 @@ def check_problems(step: LedgerStep, checked: Checked) -> Iterator[Found]:
     checked.highest = max(checked.highest, *numbers)
     for number in numbers:
         checked.missing.pop(number, None)
+    # A run that was resumed begins the outstanding problems again, or has lost them.
+    outstanding = step.facts.get("outstanding")
+    for number in () if outstanding is None else sorted(checked.missing.keys() - outstanding):
+        yield Found(
+            rule="problems",
+            place=WHOLE_STEP,
+            what=f"problem number {number}, which step {checked.missing[number]} has passed over",
+            expected="in a step, or under way",
+            found="in neither",
+        )
     # Ahead of training a group may finish after later ones, but not later than the bound.
     most = step.settings["max_off_policy_steps"] + 1
     for number, passed in checked.missing.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ class StepLedger:
         *,
         trained: Sequence[TrainedMinibatch],
         steps_of_versions: Mapping[int, int],
+        outstanding: Collection[int],
     ) -> None:
         """Append a step.
 
@@ -44,6 +45,7 @@ class StepLedger:
             trained_PG: of all scored rollouts, in the order of the batch.
             trained: results of the optimizer steps.
             steps_of_versions: steps after which the weights of each version were pushed.
+            outstanding: numbers of the problems that were begun, and that no step has had yet.
         """
         self.ledger.append(
             step,
@@ -54,6 +56,7 @@ class StepLedger:
                 "minibatches": [_describe(minibatch) for minibatch in trained],
                 "steps_of_versions": {str(v): s for v, s in steps_of_versions.items()},
                 "dropped": [[reason, group.number] for reason, group in batch.dropped],
+                "outstanding": sorted(outstanding),
             },
         )
 

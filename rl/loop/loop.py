@@ -156,15 +156,15 @@ class Loop(Configurable):
 
         worker, self._evaluator = rollouts.build(config)
         start = position or LoopPosition(step=0, num_problems=0)
-        problems = NumberedProblems(rollouts.task.train_problems(seed=rollouts.seed), start)
+        self._problems = NumberedProblems(rollouts.task.train_problems(seed=rollouts.seed), start)
         self._producer = _make_producer(
-            config, worker=worker, problems=problems, step=start.step, room=rollouts.room
+            config, worker=worker, problems=self._problems, step=start.step, room=rollouts.room
         )
         self._versions = WeightVersions(max_off_policy_steps=config.max_off_policy_steps)
         self._clock = StepClock(worker)
         self._sync = WeightSync(publisher, on_failure=self._producer.fail)
         self._progress = Progress(
-            problems=problems,
+            problems=self._problems,
             producer=self._producer,
             start=start,
             evaluates=config.eval_every > 0,
@@ -289,6 +289,7 @@ class Loop(Configurable):
         tokens: dict[SampleId, TrainedTokens] = {}
         trained: list[TrainedMinibatch] = []
         steps_of_versions = dict(self._versions.step_of_version)
+        outstanding = {*self._producer.outstanding, *self._problems.again}
 
         def write() -> None:
             rollouts = collect_trained_rollouts(batch, training, recorded=recorded, tokens=tokens)
@@ -297,7 +298,12 @@ class Loop(Configurable):
             # A step that failed has trained nothing.
             if self.ledger is not None and len(trained) == len(training.minibatches):
                 self.ledger.step(
-                    step, batch, rollouts, trained=trained, steps_of_versions=steps_of_versions
+                    step,
+                    batch,
+                    rollouts,
+                    trained=trained,
+                    steps_of_versions=steps_of_versions,
+                    outstanding=outstanding,
                 )
 
         try:

@@ -57,6 +57,11 @@ class NumberedProblems:
                 if number >= num_before or number in again:
                     yield number, problem
 
+    @property
+    def again(self) -> tuple[int, ...]:
+        """Numbers of the position's outstanding problems that were not given again yet."""
+        return tuple(sorted(self._again))
+
     def __iter__(self) -> Iterator[tuple[int, Problem]]:
         return self
 
