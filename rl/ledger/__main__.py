@@ -24,6 +24,8 @@ from rl.serving.run_weights import read_settings
 from rl.utils.printing import print_error, print_text
 
 if TYPE_CHECKING:
+    from rl.ledger.replay import Replayed
+    from rl.ledger.rewards import Regraded
     from rl.training.engine import TrainingEngine
 
 
@@ -55,32 +57,63 @@ def _replay(folder: Path, *, step: int) -> int:
     ledger = find_ledger(folder)
     settings = read_settings(folder)
     # Imported here: the check needs no engine.
-    from rl.ledger.replay import find_step, replay
+    from rl.ledger.replay import find_step, make_groups, replay
+    from rl.ledger.rewards import grade_again
+    from rl.models.files.tokenizer import open_tokenizer
+    from rl.rollouts.renderer import make_renderer
 
     recorded = find_step(ledger, settings.checkpoints, step=step)
     request = read_json(folder / CONFIG, before=print_text)
     controller = request.config.build(request=request)
     if not isinstance(controller, HasEngine):
         raise ValueError(f"{folder}: --replay is for runs of rl.train")
+    engine = controller.make_engine()
+    groups = make_groups(recorded)
     replayed = replay(
         recorded,
+        groups,
         checkpoints=settings.checkpoints,
-        engine=controller.make_engine(),
+        engine=engine,
         config=request.config.loop,
     )
-    for line in replayed.differences:
+    tokenizer, stop_token_ids = open_tokenizer(Path(str(engine.hf_assets_path)))
+    regraded = grade_again(
+        recorded,
+        groups,
+        task=request.config.task.build(),
+        seed=request.config.seed,
+        renderer=make_renderer(
+            settings.renderer, tokenizer=tokenizer, stop_token_ids=stop_token_ids
+        ),
+    )
+    differences = (*replayed.differences, *regraded.differences)
+    for line in differences:
         print_text(f"differs: step {step}, {line}")
     num_procs = request.config.trainer.num_procs
-    if replayed.differences and num_procs > 1:
+    if differences and num_procs > 1:
         print_text(
             f"the run's trainer had {num_procs} processes: its sums may round otherwise in one"
         )
-    if not replayed.differences:
-        print_text(
-            f"step {step} is the same again, bit for bit: logprobs of {replayed.num_tokens:,} "
-            f"tokens, loss and gradient norm of each minibatch ({replayed.num_minibatches})"
-        )
-    return 1 if replayed.differences else 0
+    if not differences:
+        print_text(describe_replay(step, replayed, regraded))
+    return 1 if differences else 0
+
+
+def describe_replay(step: int, replayed: Replayed, regraded: Regraded) -> str:
+    """Return what a step that was trained again has shown to be the same, in lines."""
+    lines = [
+        f"step {step} is the same again, bit for bit: logprobs of {replayed.num_tokens:,} tokens, "
+        f"loss and gradient norm of each minibatch ({replayed.num_minibatches})"
+    ]
+    if replayed.num_tensors:
+        lines[0] += f", weights and optimizer after it ({replayed.num_tensors} tensors)"
+    if replayed.num_drawn:
+        lines.append(f"{replayed.num_drawn:,} sampled tokens are of the weights that they name")
+    if regraded.num_rewards:
+        lines.append(f"{regraded.num_rewards:,} rewards are the same again")
+    if regraded.why_not:
+        lines.append(f"rewards were not computed again: {regraded.why_not}")
+    return "\n".join(lines)
 
 
 @runtime_checkable
