@@ -1,7 +1,7 @@
 """Short runs for `benchmarks.silent_faults`: `python -m rl.train --module
 benchmarks.silent_configs --config ahead`.
 
-Each is `tiny` for three steps with a ledger, a checkpoint after each step, and one setting by which
+Each is `tiny` for two steps with a ledger, a checkpoint after each step, and one setting by which
 it differs. The model comes from `hf_assets_path`, so that no run warms up.
 """
 
@@ -15,8 +15,8 @@ from configs import algorithms, alphabet_sort, sum_digits
 from rl.models.lora import LoRA
 from rl.tasks.sum_digits import INSTRUCTION, SumDigits
 
-NUM_STEPS = 3
-NUM_RESUMED_STEPS = 6
+NUM_STEPS = 2
+NUM_RESUMED_STEPS = 5
 
 
 def shorten(config: Controller.Config) -> Controller.Config:

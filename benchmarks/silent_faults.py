@@ -1,9 +1,9 @@
-"""SilentBench: are the one-line faults that cost others weeks noticed in a run of three steps?
+"""SilentBench: are the one-line faults that cost others weeks noticed in a run of two steps?
 
     python -m benchmarks.silent_faults [--quick] [-k TEXT] [--clean 50] [--keep FOLDER]
 
 Each row of `silent_faults.tsv` is a fault from the public history of RL systems, with its issue. It
-is planted into a copy of the tree, which then trains a few steps with all actors
+is planted into a copy of the tree, which then trains two steps with all actors
 (`silent_configs.py`); of this tree are the checks afterwards. A fault counts as caught by
 
     error      the run ended with an error that is not a crash of Python's, such as a TypeError
@@ -56,7 +56,9 @@ STOP_AFTER = 2
 CRASH = re.compile(
     r"\b(TypeError|AttributeError|NameError|KeyError|IndexError|AssertionError|ImportError)\b"
 )
-PARITY = re.compile(r"parity|logprobs of trainer and generator differ|holds other bits", re.I)
+PARITY = re.compile(
+    r"parity|logprobs of trainer and generator differ|holds other bits", re.IGNORECASE
+)
 IN_STEP = re.compile(r"\bstep (\d+)\b")
 
 
