@@ -1,11 +1,12 @@
 """Check of a run's ledger: `python -m rl.ledger outputs/x`.
 
 Needs neither weights nor a GPU. With `--replay STEP` a step is trained again from the checkpoint
-before it, which runs the code that the run's config names.
+before it, which runs the code that the run's config names. With `--show STEP PROBLEM SAMPLE` the
+tokens of an episode are printed as the ledger has them.
 
-Exit status: 0 if everything that was trained follows from what was sampled and rewarded, or the
-step is the same again; 1 at the first thing that does not or differs; 2 if there is nothing to
-read.
+Exit status: 0 if everything that was trained follows from what was sampled and rewarded, the step
+is the same again, or the episode is there; 1 at the first thing that does not or differs; 2 if
+there is nothing to read.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from rl.config.json import read_json
 from rl.ledger.check import check_run, find_ledger
 from rl.ledger.rules import Checked
+from rl.ledger.show import read_step, show_episode
 from rl.observability.run_folder import CONFIG
 from rl.serving.run_weights import read_settings
 from rl.utils.printing import print_error, print_text
@@ -37,11 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", help="folder of the run, such as outputs/x")
     parser.add_argument("--replay", type=int, metavar="STEP", help="train this step again")
+    parser.add_argument(
+        "--show", nargs=3, metavar=("STEP", "PROBLEM", "SAMPLE"), help="print an episode's tokens"
+    )
     options = parser.parse_args(argv)
     folder = Path(options.run).expanduser()
     try:
         if options.replay is not None:
             return _replay(folder, step=options.replay)
+        if options.show is not None:
+            return _print_episode(folder, *options.show)
         checked = check_run(folder)
     except ValueError as error:
         print_error(f"error: {error}")
@@ -114,6 +121,15 @@ def describe_replay(step: int, replayed: Replayed, regraded: Regraded) -> str:
     if regraded.why_not:
         lines.append(f"rewards were not computed again: {regraded.why_not}")
     return "\n".join(lines)
+
+
+def _print_episode(folder: Path, step: str, problem: str, sample: str) -> int:
+    if not (step.isdecimal() and sample.isdecimal()):
+        raise ValueError(f"--show {step} {problem} {sample}: STEP and SAMPLE must be numbers")
+    recorded = read_step(find_ledger(folder), step=int(step))
+    for line in show_episode(recorded, problem=problem, sample=int(sample)):
+        print_text(line)
+    return 0
 
 
 @runtime_checkable

@@ -14,12 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.utils.files import read_regular, replace_file
+from rl.utils.files import open_regular, read_regular, replace_file
 
 VERSION = 1
 METADATA = b"relay"
@@ -151,6 +151,22 @@ def read(file: LedgerFile) -> StepRecord:
             f"reads version {VERSION}"
         )
     return StepRecord(file=file, facts=facts, table=table)
+
+
+def read_columns(file: LedgerFile, names: Sequence[str]) -> dict[str, list[Any]]:
+    """Return some columns of a file by name; raise LedgerError if it is damaged.
+
+    Quick, because the rest is not read; so the digest is not checked either.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with open_regular(file.path) as content:
+            table = pq.ParquetFile(content).read(columns=list(names))
+        return {name: table[name].to_pylist() for name in names}
+    except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        raise LedgerError(f"it is no file of a ledger: {error}") from None
 
 
 def read_all(folder: Path) -> Iterator[StepRecord]:

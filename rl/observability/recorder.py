@@ -1,7 +1,7 @@
 """Recorded rollouts: rollouts.jsonl, one JSON object a line, of bounded size.
 
     {"step": 3, "kind": "train", "advantage": 0.5, "problem": "sum-digits/47-82", "answer": "21",
-    "sample": 0,
+    "sample": 0, "group": 0, "member": 0,
      "reward": 1.0, "correct": true, "parts": {"answer": 1.0}, "end": "done", "turns": [{"messages":
      [...], "reply": "...", "prompt_ids": [...], "token_ids": [...], "logprobs": [...],
      "policy_versions": [...], "trainer_logprobs": [...], "advantages": 0.5, "mask": 1}]}
@@ -11,7 +11,8 @@
 the last three: the trainer's logprobs in the pass that computed the gradient, NaN for tokens that
 were not trained on; advantages; and the mask, 1 for tokens that were trained on. Versions,
 advantages and mask are one number if all tokens have the same. Numbers that are not finite are
-strings, as in metrics.jsonl.
+strings, as in metrics.jsonl. `group` and `member` are a trained rollout's place in its batch, by
+which the ledger names it too.
 
 `turns` are in the order in which they were asked. An episode that branches, or whose only branch is
 not a plain one, also has its conversations, as indices of the turns; turns that are in no trained
@@ -211,12 +212,16 @@ class Recorder:
             more = _split_by_turn(trained, rollout.trained_turns)
             for index, fields in zip(rollout.trained_indices, more, strict=True):
                 turns[index] |= fields
+        group, member = (None, None) if trained is None or entry.id is None else entry.id
         line = {
             **entry.head,
             "advantage": None if trained is None else _fold_equal(trained.advantages),
             "problem": rollout.prompt.problem.id,
             "answer": rollout.prompt.problem.answer,
             "sample": rollout.sample,
+            # The place of its rows in the step's file of the ledger.
+            "group": group,
+            "member": member,
             "reward": score.reward,
             "correct": score.correct,
             "parts": score.parts,

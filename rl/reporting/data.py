@@ -33,6 +33,7 @@ from rl.observability.run_folder import (
 )
 from rl.observability.spans import SPANS_FOLDER
 from rl.observability.timeline import Span, read_spans
+from rl.reporting.ledger import add_ledger
 from rl.utils.files import parse_json, read_json_lines, read_json_object, read_regular
 
 EXPECTED = {
@@ -67,7 +68,7 @@ class RunData:
     """Records of evaluations, by step."""
     rollouts: list[dict[str, Any]] = field(default_factory=list)
     """Lines of rollouts.jsonl and of the file before it, oldest first: `rl.observability.recorder`.
-    """
+    With what the run's ledger has of them, if there is one: `rl.reporting.ledger`."""
     events: list[dict[str, Any]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -110,6 +111,8 @@ def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
         if not (folder / name).exists():
             problems.append(f"{name} is missing: {unknown}")
     steps, evaluations = _read_records(folder, problems)
+    rollouts = _read_rollouts(folder, problems, tokens_mb=tokens_mb)
+    add_ledger(rollouts, folder, problems)
     return RunData(
         folder=folder,
         status=read_status(folder),
@@ -118,7 +121,7 @@ def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
         environment=read_optional(folder / ENVIRONMENT),
         steps=steps,
         evaluations=evaluations,
-        rollouts=_read_rollouts(folder, problems, tokens_mb=tokens_mb),
+        rollouts=rollouts,
         events=_read_lines(
             folder / EVENTS, problems, lambda line: line if is_event(line) else None
         ),

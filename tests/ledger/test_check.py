@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,8 @@ from rl.ledger.config import LedgerConfig
 from rl.ledger.sealing import seal
 from rl.ledger.writer import Ledger, cut_back
 from rl.loop.ledger import StepLedger
+from rl.observability.recorder import Recorder, RecorderConfig
+from rl.reporting.data import read_run
 from rl.rollouts.staleness import WeightVersions
 from rl.rollouts.trained import TOO_LONG, TRAINED
 from rl.trainer_types import ForwardBackwardResult
@@ -124,6 +127,7 @@ def train(
         config=loop.config,
         loss={"class": name_code(type(policy.loss)), **to_dict(policy.loss)},
     )
+    loop.recorder = Recorder(folder / "rollouts.jsonl", config=RecorderConfig(num_groups=None))
     asyncio.run(loop.run())
     lines = [json.dumps({"step": r["step"], "policy_version": 0}) + "\n" for r in sink.records]
     (folder / "metrics.jsonl").write_text("".join(lines))
@@ -338,6 +342,64 @@ def test_last_step_of_a_run_that_was_killed_may_be_missing_and_is_told(closed, t
     assert checked.notes[0].startswith("step 3, the last one in metrics.jsonl: its file is not")
     remove(1)(folder)
     assert "step 2: the ledger ends before" in str(check_run(folder).violation)
+
+
+def test_report_links_each_rollout_to_its_rows(closed, tmp_path):
+    rollouts = read_run(closed).rollouts
+    assert len(rollouts) == 3 * 4 * 4
+    for rollout in rollouts:
+        number = rollout["step"] - 1
+        file = files.list_files(closed / "ledger")[number]
+        assert rollout["ledger"]["file"] == f"ledger/{file.path.name}"
+        (turn,) = rollout["turns"]
+        row = int(turn["ledger"].split()[1])
+        table = files.read(file).table
+        assert table["token_ids"][row].as_py() == turn["token_ids"]
+        assert f"request {table['request'][row]} of generator-0" in turn["ledger"]
+        num_tokens = len(turn["token_ids"])
+        minibatch = rollout["group"] // 2
+        assert turn["ledger"].endswith(f"minibatch {minibatch} · tokens: {num_tokens} trained")
+
+    # What the ledger has of others stays; a run without a ledger shows nothing new.
+    folder = tmp_path / "run"
+    shutil.copytree(closed, folder)
+    cut_file(folder)
+    (problem,) = (text for text in read_run(folder).problems if "ledger" in text)
+    assert re.match(r"1 files of the ledger cannot be read \(.*\): 000002-", problem)
+    linked = [rollout["step"] for rollout in read_run(folder).rollouts if "ledger" in rollout]
+    assert set(linked) == {1, 3}
+    shutil.rmtree(folder / "ledger")
+    assert not any("ledger" in json.dumps(rollout) for rollout in read_run(folder).rollouts)
+
+
+def test_command_of_a_linked_rollout_prints_its_tokens(closed, capsys):
+    rollout = read_run(closed).rollouts[-1]
+    command = shlex.split(rollout["ledger"]["command"])
+    assert command[:4] == ["python", "-m", "rl.ledger", str(closed)]
+    assert main(command[3:]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == rollout["ledger"]["file"]
+    assert printed[1] == f"problem {rollout['problem']!r}, sample 3: reward 0, end done"
+    assert re.match(r"row \d+: turn 0, role main, minibatch 1, request c\d+.3 of", printed[2])
+    (turn,) = rollout["turns"]
+    shown = [line.split() for line in printed[4:]]
+    assert [int(values[1]) for values in shown] == turn["token_ids"]
+    assert {values[5] for values in shown} == {"trained"}
+    assert [float(v[6]) for v in shown] == pytest.approx([turn["advantages"]] * len(shown))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["9", "p", "0"], "the ledger has no such step; it has 1 to 3"),
+        (["1", "p", "0"], "step 1 has no problem 'p'; it has 4: "),
+        (["1", "sum-digits/10-1000", "7"], "step 1 has no sample 7; it has 0, 1, 2, 3"),
+        (["first", "p", "0"], "STEP and SAMPLE must be numbers"),
+    ],
+)
+def test_episode_that_is_not_there_is_named(closed, capsys, words, says):
+    assert main([str(closed), "--show", *words]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_folder_without_a_ledger_says_how_to_have_one(tmp_path, capsys):

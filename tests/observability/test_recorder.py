@@ -92,6 +92,8 @@ def test_line_has_prompt_reply_and_reward(tmp_path):
         "problem": "p1",
         "answer": "hi",
         "sample": 0,
+        "group": 0,
+        "member": 0,
         "reward": 0.75,
         "correct": False,
         "parts": {"answer": 0.5, "form": 1.0},

@@ -96,6 +96,7 @@ FIELDS = {
     "metrics.jsonl": ["step", "reward/mean", "loss/mean", "time/step_s"],
     "rollouts.jsonl": [
         "step", "sample", "problem", "correct", "reward", "advantage", "parts", "turns",
+        "group", "member",
         "turns.messages",
         "turns.token_ids", "turns.prompt_ids", "turns.logprobs", "turns.policy_versions",
         "turns.mask",

@@ -179,6 +179,9 @@ class _Chunk:
             packed = [self._pack_turn(turn, line.get("advantage")) for turn in turns]
         else:
             packed = self._pack_branches(turns, branches)
+        # Not in the index, which is unpacked for all rollouts at once.
+        if packed and line.get("ledger"):
+            packed[0]["in_ledger"] = line["ledger"]
         self.rollouts.append(packed)
         self.num_tokens += _estimate_tokens(line)
 
@@ -231,6 +234,7 @@ class _Chunk:
             "finish": turn.get("finish_reason"),
             "reward": turn.get("reward"),
             "metrics": turn.get("metrics"),
+            "ledger": turn.get("ledger"),
         }
         ids = turn.get("token_ids")
         if ids is not None:

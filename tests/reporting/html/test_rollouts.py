@@ -91,6 +91,15 @@ def test_turns_of_a_tree_are_shown_once_branch_by_branch(texts):
     assert not {"branch", "number"} & set(plain[0])
 
 
+def test_place_in_the_ledger_is_shown_with_the_first_turn(texts):
+    linked = line("a") | {"ledger": {"file": "ledger/1.parquet", "command": "show"}}
+    linked["turns"][0]["ledger"] = "row 3"
+    packed = pack_rollouts([linked, line("b")], texts, max_bytes=ROOM)
+    ((turn,), (other,)) = shown(packed)
+    assert (turn["in_ledger"], turn["ledger"]) == (linked["ledger"], "row 3")
+    assert not {"ledger", "in_ledger"} & set(other)
+
+
 def test_rollout_without_tokens_has_its_text(texts):
     bare = line("hello")
     bare["turns"] = [{"messages": [], "reply": "hello", "finish_reason": "stop"}]

@@ -59,14 +59,14 @@
     return el(
       ".rollout-view",
       {},
-      head(row),
+      head(row, turns[0]?.in_ledger),
       siblings.length > 1 ? siblingStrip(row, siblings, open) : null,
       colorBar(turns, has, scale, again),
       turns.map((turn, i) => turnView(turn, { texts, pieces, known, scale, number: turns.length > 1 ? (turn.number ?? i + 1) : null })),
     );
   };
 
-  const head = (row) => {
+  const head = (row, ledger) => {
     const parts = Object.entries(row.parts || {});
     return el(
       ".rollout-head",
@@ -90,6 +90,7 @@
         row.failure ? fact("failure", row.failure, "minus") : null,
         row.unparsed?.length ? fact("no answer found by", row.unparsed.join(", "), "minus") : null,
       ),
+      ledger ? el(".card-note", {}, `in ${ledger.file}; all that it has of the tokens: `, el("code", {}, ledger.command)) : null,
     );
   };
 
@@ -150,6 +151,7 @@
         turn.tokens && known ? null : el("pre", {}, texts[turn.reply] ?? ""),
         turn.tokens ? tokenText(turn, pieces, scale) : null,
       ),
+      turn.ledger ? el(".card-note", {}, `ledger: ${turn.ledger}`) : null,
       turn.metrics ? el(".card-note", {}, Object.entries(turn.metrics).map(([name, value]) => `${name} ${relay.number(value)}  `)) : null,
     );
 
