@@ -25,6 +25,9 @@ from rl.observability.run_folder import CONFIG
 from rl.serving.run_weights import read_settings
 from rl.utils.printing import print_error, print_text
 
+MAX_VIOLATIONS = 8
+"""Violations that are printed: there is one for each file that is missing or damaged."""
+
 if TYPE_CHECKING:
     from rl.ledger.replay import Replayed
     from rl.ledger.rewards import Regraded
@@ -148,8 +151,14 @@ def describe(checked: Checked) -> str:
     lines += [f"not proved: {note}" for note in checked.notes]
     if checked.violation is None:
         lines.append("every trained token follows from what was sampled and rewarded")
-    else:
-        lines.append(f"violation: {checked.violation}")
+    lines += [f"violation: {violation}" for violation in checked.violations[:MAX_VIOLATIONS]]
+    if len(checked.violations) > MAX_VIOLATIONS:
+        lines.append(f"and {len(checked.violations) - MAX_VIOLATIONS} more violations")
+    if checked.violation is not None and checked.num_steps and not checked.is_ended:
+        lines.append(
+            f"of the other {checked.num_steps} steps every trained token follows from what was "
+            "sampled and rewarded"
+        )
     return "\n".join(lines)
 
 

@@ -1,21 +1,25 @@
 """Check of a ledger: does what was trained follow from what was sampled and rewarded?
 
 Each rule (`rl.ledger.rules`) looks at one step and yields what does not hold; the first one ends
-the check.
+the check. Files that are missing or damaged do not end it: what is left is checked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rl.config.json import get_value_at
 from rl.ledger.files import LedgerError, LedgerFile, list_files, read
 from rl.ledger.rules import RULES, Checked, Violation
 from rl.ledger.step import LedgerStep
 from rl.observability.metrics import read_metrics
-from rl.observability.run_folder import LEDGER, METRICS, read_status
+from rl.observability.run_folder import CONFIG, LEDGER, METRICS, read_status
+from rl.utils.files import read_json_object
 from rl.utils.printing import truncate
 
 
@@ -24,33 +28,51 @@ def find_ledger(run: Path) -> Path:
     folder = run / LEDGER
     if not run.is_dir():
         raise LedgerError(f"{run} is not a folder")
-    if not list_files(folder):
+    if list_files(folder):
+        return folder
+    if list_files(run):
+        raise LedgerError(f"{run} is a ledger: give the folder of its run, {run.parent}")
+    if folder.exists() and not folder.is_dir():
+        raise LedgerError(f"{folder} is not a folder")
+    # Without a folder the run may have had no ledger, or none yet.
+    if folder.exists() or _is_enabled(run):
         raise LedgerError(
-            f"{run} has no ledger: run with --ledger.enable True (ledger.enable in the config)"
+            f"{folder} has no file of a step: the run has done none, or they were removed"
         )
-    return folder
+    raise LedgerError(
+        f"{run} has no ledger: run with --ledger.enable True (ledger.enable in the config)"
+    )
+
+
+def _is_enabled(run: Path) -> bool:
+    """Return whether a run's config has the ledger enabled, as far as it can be read."""
+    with suppress(OSError, ValueError):
+        values = read_json_object(run / CONFIG).get("values", {})
+        return get_value_at(values, "ledger.enable", False) is True
+    return False
 
 
 def check_run(run: Path) -> Checked:
-    """Check the ledger of a run's folder up to the first violation.
+    """Check the ledger of a run's folder.
 
-    Raises LedgerError if there is none.
+    The check ends at the first step that does not follow from what was sampled. Where a file is
+    missing or damaged, it goes on with the others. Raises LedgerError if there is no ledger.
     """
     folder = find_ledger(run)
     checked = Checked()
-    checked.violation = _check_files(folder, checked)
+    _check_files(folder, checked)
     # A removed last file leaves a chain that is whole.
-    if checked.violation is None:
-        checked.violation = _check_end(run, checked)
+    if checked.num_steps and not checked.is_ended:
+        checked.violations += _check_end(run, checked)
     return checked
 
 
-def _check_end(run: Path, checked: Checked) -> Violation | None:
-    """Return the violation of a ledger that lacks its beginning, or ends before the metrics do."""
+def _check_end(run: Path, checked: Checked) -> Iterator[Violation]:
+    """Yield the violation of a ledger that lacks its beginning, or ends before the metrics do."""
     metrics = run / METRICS
     # The writer removes old files too, and then says so in the next one.
     if checked.told_first != checked.first:
-        return Violation(
+        yield Violation(
             step=checked.told_first,
             rule="order",
             where="",
@@ -58,79 +80,77 @@ def _check_end(run: Path, checked: Checked) -> Violation | None:
             expected=f"step {checked.told_first}",
             found=f"step {checked.first}",
         )
-    steps = [0]
+        return
     # Records of evaluations have no version of the weights.
-    if metrics.exists():
-        steps += [int(r["step"]) for r in read_metrics(metrics) if "policy_version" in r]
+    records = read_metrics(metrics) if metrics.exists() else []
+    steps = [int(record["step"]) for record in records if "policy_version" in record]
+    if not any(steps):
+        checked.note(f"{METRICS} has no steps: later ones than the ledger has may be missing")
     assert checked.previous is not None
-    num_missing = max(steps) - checked.previous.step
-    if num_missing <= 0:
-        return None
+    num_missing = max([0, *steps]) - checked.previous.step
     # A step is written while the next one goes on, and its metrics may be there first.
     if num_missing == 1 and read_status(run) == "running":
         checked.note(
             f"step {max(steps)}, the last one in {METRICS}: its file is not there; the run goes on "
             "or was killed"
         )
-        return None
-    return Violation(
-        step=checked.previous.step + 1,
-        rule="order",
-        where="",
-        what="the ledger ends before metrics.jsonl",
-        expected=f"a file for each step up to {max(steps)}",
-        found="none",
-    )
+    elif num_missing > 0:
+        yield Violation(
+            step=checked.previous.step + 1,
+            rule="order",
+            where="",
+            what=f"the ledger ends before {METRICS}",
+            expected=f"a file for each step up to {max(steps)}",
+            found="none",
+        )
 
 
-def _check_files(folder: Path, checked: Checked) -> Violation | None:
+def _check_files(folder: Path, checked: Checked) -> None:
     for file in list_files(folder):
-        violation = _check_order(file, checked)
-        if violation is not None:
-            return violation
+        checked.first = checked.first or file.step
         try:
             step = LedgerStep(read(file))
-            violation = _check_chain(step, file, checked) or _check_step(step, checked)
-        except (LedgerError, LookupError, TypeError) as error:
-            # Damaged; or whole, as its name says, but not written by a run.
-            is_known = isinstance(error, LedgerError)
-            return Violation(
-                step=file.step,
-                rule="file",
-                where="",
-                what=file.path.name,
-                expected="the file that its name has the digest of, as a run writes it",
-                found=str(error) if is_known else f"{type(error).__name__}: {error}",
-            )
+            checked.violations += _check_place(step, file, checked)
+            violation = _check_step(step, checked)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            checked.violations.append(_describe_damage(file, error))
+            checked.forget_before()
+            # Its name has the digest that the next file has to have.
+            checked.previous = file
+            continue
         if violation is not None:
-            return violation
+            checked.violations.append(violation)
+            checked.is_ended = True
+            return
         checked.previous = file
         checked.num_steps += 1
         checked.num_episodes += sum(len(group["members"]) for group in step.groups)
         checked.num_tokens += sum(m["num_tokens"] for m in step.facts["minibatches"])
-    return None
 
 
-def _check_order(file: LedgerFile, checked: Checked) -> Violation | None:
-    previous = checked.previous
-    if previous is None or file.step == previous.step + 1:
-        return None
+def _describe_damage(file: LedgerFile, error: Exception) -> Violation:
+    # Damaged; or whole, as its name says, but not written by a run.
+    found = f"{type(error).__name__}: {error}"
+    if isinstance(error, LedgerError):
+        found = str(error)
+    elif isinstance(error, OSError):
+        found = error.strerror or str(error)
     return Violation(
         step=file.step,
-        rule="order",
+        rule="file",
         where="",
-        what=f"the file after {previous.path.name}",
-        expected=f"step {previous.step + 1}",
-        found=f"step {file.step}",
+        what=file.path.name,
+        expected="the file that its name has the digest of, as a run writes it",
+        found=found,
     )
 
 
-def _check_chain(step: LedgerStep, file: LedgerFile, checked: Checked) -> Violation | None:
-    """Return the violation of a file that does not follow the one before."""
+def _check_place(step: LedgerStep, file: LedgerFile, checked: Checked) -> Iterator[Violation]:
+    """Yield the violation of a file that does not follow the one before."""
     checked.told_first = int(step.facts["first"])
     previous = checked.previous
+    follows = previous is not None and step.facts["previous"] == previous.digest
     if previous is None:
-        checked.first = file.step
         if file.step > 1:
             why = (
                 "older steps were removed (ledger.max_gigabytes)"
@@ -138,17 +158,25 @@ def _check_chain(step: LedgerStep, file: LedgerFile, checked: Checked) -> Violat
                 else "it was enabled then, or the run began with another run's checkpoint"
             )
             checked.note(f"the ledger begins with step {file.step}: {why}")
-        return None
-    if step.facts["previous"] == previous.digest:
-        return None
-    return Violation(
-        step=file.step,
-        rule="chain",
-        where="",
-        what=f"digest of the file before, as {file.path.name} has it",
-        expected=previous.digest,
-        found=str(step.facts["previous"]),
-    )
+    elif file.step != previous.step + 1:
+        yield Violation(
+            step=file.step,
+            rule="order",
+            where="",
+            what=f"the file after {previous.path.name}",
+            expected=f"step {previous.step + 1}",
+            found=f"step {file.step}{', as the run has written them' if follows else ''}",
+        )
+        checked.forget_before()
+    elif not follows:
+        yield Violation(
+            step=file.step,
+            rule="chain",
+            where="",
+            what=f"digest of the file before, as {file.path.name} has it",
+            expected=previous.digest,
+            found=str(step.facts["previous"]),
+        )
 
 
 def _check_step(step: LedgerStep, checked: Checked) -> Violation | None:

@@ -58,7 +58,10 @@ class Checked:
     """Trained tokens."""
     notes: list[str] = field(default_factory=list)
     """What the ledger does not prove."""
-    violation: Violation | None = None
+    violations: list[Violation] = field(default_factory=list)
+    """Files that are missing or damaged, and the first step that does not hold, if there is one."""
+    is_ended: bool = False
+    """True if a step does not hold, which ends the check."""
     previous: LedgerFile | None = None
     first: int = 0
     """Step of the first file."""
@@ -70,8 +73,21 @@ class Checked:
     """Hashes of the requests that were trained."""
     highest: int = -1
     """Highest number of a problem so far."""
+    unknown_until: int = 0
+    """Step up to which problems may have been in steps that the ledger does not have."""
     missing: dict[int, int] = field(default_factory=dict)
     """Lower numbers that no step has had, and the step that has passed over each."""
+
+    @property
+    def violation(self) -> Violation | None:
+        """The first violation, if there is one."""
+        return self.violations[0] if self.violations else None
+
+    def forget_before(self) -> None:
+        """Forget what the next step would follow from: the step before is not known."""
+        self.version = None
+        self.highest = -1
+        self.missing.clear()
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -114,10 +130,17 @@ def check_problems(step: LedgerStep, checked: Checked) -> Iterator[Found]:
     """Every problem is trained on or dropped for a reason, in the task's order."""
     numbers = {group["number"] for group in step.groups}
     numbers |= {number for _, number in step.facts["dropped"]}
-    # A ledger that begins in the middle knows nothing of the problems before.
-    first = min(numbers) if checked.highest < 0 and step.number > 1 else checked.highest + 1
-    for number in range(first, max(numbers) + 1):
-        checked.missing.setdefault(number, step.number)
+    # Ahead of training a group may finish after later ones, but not later than the bound.
+    bound = step.settings["max_off_policy_steps"]
+    most = bound + 1
+    first = checked.highest + 1
+    if checked.highest < 0 and step.number > 1:
+        # A ledger that begins in the middle does not know which ones the steps before have had.
+        first = min(numbers)
+        checked.unknown_until = step.number + most if bound else 0
+    if step.number > checked.unknown_until:
+        for number in range(first, max(numbers) + 1):
+            checked.missing.setdefault(number, step.number)
     checked.highest = max(checked.highest, *numbers)
     for number in numbers:
         checked.missing.pop(number, None)
@@ -131,8 +154,6 @@ def check_problems(step: LedgerStep, checked: Checked) -> Iterator[Found]:
             expected="in a step, or under way",
             found="in neither",
         )
-    # Ahead of training a group may finish after later ones, but not later than the bound.
-    most = step.settings["max_off_policy_steps"] + 1
     for number, passed in checked.missing.items():
         if step.number - passed > most:
             yield Found(

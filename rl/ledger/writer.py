@@ -108,19 +108,18 @@ class Ledger:
                     trained = trained_PG[p][g]
                     for values, arrays in _describe_turns(member.rollout, trained, optional):
                         columns.add({"group": p, "member": g, **values}, arrays)
-        # Before the file is written, which says what the first one is.
-        with warn_unwritten(self.folder):
-            self._remove_oldest()
-        first = min([step, *(file.step for file in files.list_files(self.folder))])
-        facts = {
-            **facts,
-            "previous": "" if self._last is None else self._last.digest,
-            "first": first,
-            "share": self.config.share,
-            "groups": [describe_group(group) for group in groups],
-        }
         # A run goes on without its proof rather than ending for a full disk.
         with warn_unwritten(self.folder):
+            # Before the file is written, which says what the first one is.
+            self._remove_oldest()
+            first = min([step, *(file.step for file in files.list_files(self.folder))])
+            facts = {
+                **facts,
+                "previous": "" if self._last is None else self._last.digest,
+                "first": first,
+                "share": self.config.share,
+                "groups": [describe_group(group) for group in groups],
+            }
             table = columns.make_table(optional=optional)
             self._last = files.write(self.folder, table, step=step, facts=facts)
             self._sizes[self._last.path] = self._last.path.stat().st_size

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from rl.ledger import files, writer
 from rl.ledger.__main__ import main
 from rl.ledger.check import check_run
 from rl.ledger.config import LedgerConfig
+from rl.ledger.rules import Checked, check_problems
 from rl.ledger.sealing import seal
 from rl.ledger.writer import Ledger, cut_back
 from rl.loop.ledger import StepLedger
@@ -344,6 +348,68 @@ def test_last_step_of_a_run_that_was_killed_may_be_missing_and_is_told(closed, t
     assert "step 2: the ledger ends before" in str(check_run(folder).violation)
 
 
+def swap_for_folder(folder: Path) -> None:
+    file = files.list_files(folder / "ledger")[1].path
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("change", "num_left", "num_violations"),
+    [(edit_byte, 2, 1), (swap_for_folder, 2, 1), (remove(0), 2, 1), (remove(1), 2, 1)],
+)
+def test_what_a_damaged_file_leaves_is_checked(
+    closed, tmp_path, capsys, change, num_left, num_violations
+):
+    folder = tmp_path / "run"
+    shutil.copytree(closed, folder)
+    change(folder)
+    assert main([str(folder)]) == 1
+    *violations, last = capsys.readouterr().out.splitlines()[-num_violations - 1 :]
+    assert all(line.startswith("violation: ") for line in violations)
+    assert last.startswith(f"of the other {num_left} steps every trained token follows")
+
+    # A fault of a step after the damage is found too, and ends the check.
+    rewrite(folder, set_reward)
+    assert main([str(folder)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match("violation: step 3, problem .*: advantage of a reward", lines[-1])
+
+
+def test_step_that_the_disk_had_no_room_for_is_a_gap_of_the_run(tmp_path, monkeypatch, caplog):
+    write = files.write
+
+    def fail(folder, table, *, step, facts):
+        if step in (2, 3):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(folder, table, step=step, facts=facts)
+
+    monkeypatch.setattr(files, "write", fail)
+    train(tmp_path, Honest(reply=half_right), num_steps=5)
+    assert caplog.text.count("ledger was not written: No space left on device; the run goes") == 1
+    checked = check_run(tmp_path)
+    (violation,) = checked.violations
+    assert str(violation).endswith(
+        ": expected step 2, found step 4, as the run has written them (order)"
+    )
+    assert checked.num_steps == 3
+
+
+def test_problems_of_unknown_steps_are_not_missing():
+    def step(number, *numbers):
+        groups = [{"number": n} for n in numbers]
+        facts: dict[str, Any] = {"dropped": []}
+        settings = {"max_off_policy_steps": 1}
+        return SimpleNamespace(number=number, groups=groups, facts=facts, settings=settings)
+
+    # Step 4 had problems 8 and 11, and is not in the ledger.
+    steps: list[Any] = [step(5, 7, 9), step(6, 10, 12), step(7, 13, 14), step(8, 15, 17)]
+    steps += [step(n, 2 * n + 2, 2 * n + 3) for n in (9, 10, 11)]
+    checked = Checked()
+    found = [str(f.what) for s in steps for f in check_problems(s, checked)]
+    assert found == ["problem number 16, which step 8 has passed over"]
+
+
 def test_report_links_each_rollout_to_its_rows(closed, tmp_path):
     rollouts = read_run(closed).rollouts
     assert len(rollouts) == 3 * 4 * 4
@@ -402,10 +468,33 @@ def test_episode_that_is_not_there_is_named(closed, capsys, words, says):
     assert says in capsys.readouterr().err
 
 
-def test_folder_without_a_ledger_says_how_to_have_one(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 2
-    assert "--ledger.enable True" in capsys.readouterr().err
-    assert main([str(tmp_path / "nowhere")]) == 2
+def test_folder_without_a_ledger_says_how_to_have_one(closed, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/ledger").touch()
+    (tmp_path / "empty/ledger").mkdir(parents=True)
+    (tmp_path / "enabled").mkdir()
+    config = {"values": {"ledger": {"enable": True}}}
+    (tmp_path / "enabled/config.json").write_text(json.dumps(config))
+    for folder, says in {
+        tmp_path: "--ledger.enable True",
+        tmp_path / "nowhere": "is not a folder",
+        tmp_path / "run": "run/ledger is not a folder",
+        tmp_path / "empty": "the run has done none, or they were removed",
+        tmp_path / "enabled": "the run has done none, or they were removed",
+        closed / "ledger": f"give the folder of its run, {closed}",
+    }.items():
+        assert main([str(folder)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert says in line
+
+
+def test_end_of_a_ledger_is_not_known_without_metrics(closed, tmp_path):
+    shutil.copytree(closed / "ledger", tmp_path / "ledger")
+    checked = check_run(tmp_path)
+    assert checked.violation is None
+    assert checked.notes == [
+        "metrics.jsonl has no steps: later ones than the ledger has may be missing"
+    ]
 
 
 def test_ledger_of_another_version_is_named(closed, tmp_path, monkeypatch):
