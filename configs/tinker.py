@@ -4,6 +4,7 @@ model, `smollm2`.
 
 from __future__ import annotations
 
+from rl.ledger.config import LedgerConfig
 from rl.tinker.base_model import BaseModelFolder
 from rl.tinker.http_server import TinkerServer
 from rl.tinker.local import LocalTinkerBackend
@@ -14,6 +15,7 @@ def tiny() -> TinkerServer.Config:
     """A randomly initialised model of 0.8M parameters with a byte tokenizer; on a CPU, no GPU."""
     return TinkerServer.Config(
         description="Qwen3 of 0.8M parameters, computed in this process",
+        ledger=LedgerConfig(enable=True),
         backend=LocalTinkerBackend.Config(
             base=BaseModelFolder.Config(name="tiny", batch_invariant=True)
         ),

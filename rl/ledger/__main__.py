@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rl.config.json import read_json
 from rl.ledger.check import check_run, find_ledger
+from rl.ledger.files import TINKER, list_files, read
 from rl.ledger.rules import Checked
 from rl.ledger.show import read_step, show_episode
+from rl.ledger.tinker_rules import describe_facts
 from rl.observability.run_folder import CONFIG
 from rl.serving.run_weights import read_settings
 from rl.utils.printing import print_error, print_text
@@ -65,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _replay(folder: Path, *, step: int) -> int:
     ledger = find_ledger(folder)
+    if read(list_files(ledger)[-1]).facts.get("kind") == TINKER:
+        raise ValueError(
+            f"{folder}: --replay is for runs of rl.train, not for Tinker sessions, whose steps "
+            "have no checkpoints"
+        )
     settings = read_settings(folder)
     # Imported here: the check needs no engine.
     from rl.ledger.replay import find_step, make_groups, replay
@@ -144,21 +151,24 @@ class HasEngine(Protocol):
 
 def describe(checked: Checked) -> str:
     """Return the result of a check in lines."""
+    data, proof = "episodes", "every trained token follows from what was sampled and rewarded"
+    facts: list[str] = []
+    if checked.kind == TINKER:
+        data, proof = "data", "every trained token is as it was sampled or given"
+        facts = describe_facts(checked)
     lines = [
-        f"{checked.num_steps} steps, {checked.num_episodes} episodes, "
-        f"{checked.num_tokens:,} trained tokens"
+        f"{checked.num_steps} steps, {checked.num_episodes} {data}, "
+        f"{checked.num_tokens:,} trained tokens",
+        *facts,
     ]
     lines += [f"not proved: {note}" for note in checked.notes]
     if checked.violation is None:
-        lines.append("every trained token follows from what was sampled and rewarded")
+        lines.append(proof)
     lines += [f"violation: {violation}" for violation in checked.violations[:MAX_VIOLATIONS]]
     if len(checked.violations) > MAX_VIOLATIONS:
         lines.append(f"and {len(checked.violations) - MAX_VIOLATIONS} more violations")
     if checked.violation is not None and checked.num_steps and not checked.is_ended:
-        lines.append(
-            f"of the other {checked.num_steps} steps every trained token follows from what was "
-            "sampled and rewarded"
-        )
+        lines.append(f"of the other {checked.num_steps} steps {proof}")
     return "\n".join(lines)
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from rl.config.json import get_value_at
-from rl.ledger.files import LedgerError, LedgerFile, list_files, read
+from rl.ledger.files import TINKER, LedgerError, LedgerFile, list_files, read
 from rl.ledger.rules import RULES, Checked, Violation
 from rl.ledger.step import LedgerStep
+from rl.ledger.tinker_rules import TINKER_RULES, check_saved
 from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import CONFIG, LEDGER, METRICS, read_status
 from rl.utils.files import read_json_object
@@ -34,6 +35,12 @@ def find_ledger(run: Path) -> Path:
         raise LedgerError(f"{run} is a ledger: give the folder of its run, {run.parent}")
     if folder.exists() and not folder.is_dir():
         raise LedgerError(f"{folder} is not a folder")
+    below = [one.parent.name for one in sorted(run.glob(f"*/{LEDGER}")) if list_files(one)]
+    if below:
+        raise LedgerError(
+            f"{run} has no ledger, but those of its folders {truncate(', '.join(below))}: give one "
+            "of these"
+        )
     # Without a folder the run may have had no ledger, or none yet.
     if folder.exists() or _is_enabled(run):
         raise LedgerError(
@@ -59,11 +66,13 @@ def check_run(run: Path) -> Checked:
     missing or damaged, it goes on with the others. Raises LedgerError if there is no ledger.
     """
     folder = find_ledger(run)
-    checked = Checked()
+    checked = Checked(run=run)
     _check_files(folder, checked)
     # A removed last file leaves a chain that is whole.
     if checked.num_steps and not checked.is_ended:
         checked.violations += _check_end(run, checked)
+    if checked.violation is None and (violation := check_saved(run, checked)) is not None:
+        checked.violations.append(violation)
     return checked
 
 
@@ -84,7 +93,8 @@ def _check_end(run: Path, checked: Checked) -> Iterator[Violation]:
     # Records of evaluations have no version of the weights.
     records = read_metrics(metrics) if metrics.exists() else []
     steps = [int(record["step"]) for record in records if "policy_version" in record]
-    if not any(steps):
+    # A Tinker session has no metrics.
+    if not any(steps) and checked.kind != TINKER:
         checked.note(f"{METRICS} has no steps: later ones than the ledger has may be missing")
     assert checked.previous is not None
     num_missing = max([0, *steps]) - checked.previous.step
@@ -180,7 +190,8 @@ def _check_place(step: LedgerStep, file: LedgerFile, checked: Checked) -> Iterat
 
 
 def _check_step(step: LedgerStep, checked: Checked) -> Violation | None:
-    for rule in RULES:
+    checked.kind = step.kind
+    for rule in TINKER_RULES if step.kind == TINKER else RULES:
         for found in rule(step, checked):
             return Violation(
                 step=step.number,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.ledger.files import list_files, read
+from rl.ledger.files import TINKER, list_files, read
 from rl.ledger.step import LedgerStep, Place
 
 OF_GENERATION = (("token_ids", "sampled token"), ("logprobs", "logprob at sampling"))
@@ -101,9 +101,11 @@ def _show(value: Any) -> str:
 
 def _compare_groups(ours: LedgerStep, theirs: LedgerStep) -> Iterator[Parting]:
     for p, (group, other) in enumerate(zip_longest(ours.groups, theirs.groups)):
-        names = [None if g is None else g["problem"] for g in (group, other)]
+        # A call of a Tinker client has a number in place of a problem.
+        kind, key = ("call", "number") if ours.kind == TINKER else ("group", "problem")
+        names = [None if g is None else g.get(key) for g in (group, other)]
         if names[0] != names[1]:
-            what = f"problem of group {p}"
+            what = f"{key} of {kind} {p}"
             yield _part(ours, Place(), what, *(name or "none" for name in names))
         sizes = [len(g["members"]) for g in (group, other)]
         if sizes[0] != sizes[1]:
@@ -152,7 +154,8 @@ def _compare_rewards(ours: LedgerStep, theirs: LedgerStep) -> Iterator[Parting]:
     for p, (group, other) in enumerate(zip(ours.groups, theirs.groups, strict=True)):
         for g, (member, twin) in enumerate(zip(group["members"], other["members"], strict=True)):
             for name in ("reward", "overlong", "end", "truncated"):
-                if member[name] != twin[name]:
+                # A datum of a Tinker client has none of these.
+                if member.get(name) != twin.get(name):
                     yield _part(ours, Place(group=p, member=g), name, member[name], twin[name])
 
 
@@ -191,9 +194,15 @@ def _compare_training(ours: LedgerStep, theirs: LedgerStep) -> Iterator[Parting]
                 t = int(tokens[i])
                 yield _in_minibatch(ours, t, _part(ours, ours.place_token(t), what, one, other))
         for name in SUMS:
-            if told[name] != other_told[name]:
-                parting = _part(ours, Place(), name, told[name], other_told[name])
+            if told.get(name) != other_told.get(name):
+                parting = _part(ours, Place(), name, told.get(name), other_told.get(name))
                 yield replace(parting, where=f"minibatch {number}")
+    # Of a Tinker session, whose steps have several calls.
+    update, other_update = (step.facts.get("optim_step", {}) for step in (ours, theirs))
+    for name in update:
+        if update[name] != other_update.get(name):
+            what = f"{name} of the optim_step"
+            yield _part(ours, Place(), what, update[name], other_update.get(name))
 
 
 def _compare_settings(ours: Any, theirs: Any, *, name: str = "") -> Iterator[str]:

@@ -28,6 +28,10 @@ _NAME = re.compile(r"(\d{6,})-([0-9a-f]{32})\.parquet")
 FLOATS = ("logprobs", "advantages", "trainer_logprobs", "trainer_advantages")
 OPTIONAL = ("proximal_logprobs", "reference_logprobs")
 """Columns of runs with several minibatches, and with a KL in the reward."""
+GIVEN = "given_logprobs"
+"""Column of steps of a Tinker session whose client gives other logprobs than were sampled."""
+TINKER = "tinker"
+"""Kind of the ledger of a model that a Tinker client trains; a run's has none."""
 
 
 class LedgerError(ValueError):
@@ -97,7 +101,7 @@ def write(folder: Path, table: Any, *, step: int, facts: Mapping[str, Any]) -> L
     # Strict JSON, which any program can read.
     text = json.dumps({"version": VERSION, "step": step, **facts}, allow_nan=False)
     table = table.replace_schema_metadata({METADATA: text.encode()})
-    floats = [name for name in table.column_names if name in (*FLOATS, *OPTIONAL)]
+    floats = [name for name in table.column_names if name in (*FLOATS, *OPTIONAL, GIVEN)]
     # Bytes of floats in streams of their own compress by a fifth more than floats in a row do.
     encoding = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in floats}
     by_dictionary = [
@@ -112,7 +116,7 @@ def write(folder: Path, table: Any, *, step: int, facts: Mapping[str, Any]) -> L
     # In memory first: the name is the digest of the whole.
     content = buffer.getvalue().to_pybytes()
     digest = compute_digest(content)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step:06}-{digest}.parquet"
     with replace_file(path) as temporary:
         temporary.write_bytes(content)

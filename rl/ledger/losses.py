@@ -11,6 +11,7 @@ import torch
 
 from losses.types import Loss, LossInputs, LossOutput, uses_entropy
 from rl.config.json import load_values
+from rl.ledger.files import GIVEN
 from rl.ledger.step import LedgerStep
 
 PACKAGE = "losses."
@@ -66,7 +67,7 @@ def compute_loss(loss: Loss, step: LedgerStep, *, minibatch: int) -> LossOutput:
     return loss(
         LossInputs(
             logprobs=logprobs_T,
-            generator_logprobs=take("logprobs"),
+            generator_logprobs=take(GIVEN if GIVEN in step.tokens else "logprobs"),
             advantages=take("trainer_advantages"),
             mask=torch.ones(len(logprobs_T), dtype=torch.bool),
             sequence_ids=torch.from_numpy(of_turn[step.turn_of_token[is_read_T]]),

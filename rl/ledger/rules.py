@@ -6,8 +6,10 @@ Shape legend: N turns of a step, T sampled tokens of all of them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,8 @@ class Checked:
     is_ended: bool = False
     """True if a step does not hold, which ends the check."""
     previous: LedgerFile | None = None
+    run: Path = field(default_factory=Path)
+    """Folder of the run."""
     first: int = 0
     """Step of the first file."""
     told_first: int = 0
@@ -72,11 +76,19 @@ class Checked:
     requests: set[int] = field(default_factory=set)
     """Hashes of the requests that were trained."""
     highest: int = -1
-    """Highest number of a problem so far."""
+    """Highest number of a problem so far, or seq id of a Tinker client's calls."""
     unknown_until: int = 0
     """Step up to which problems may have been in steps that the ledger does not have."""
     missing: dict[int, int] = field(default_factory=dict)
     """Lower numbers that no step has had, and the step that has passed over each."""
+    kind: str = ""
+    """That of the ledger's steps (`LedgerStep.kind`)."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Facts of a Tinker session that are no violations."""
+    origins: list[str] = field(default_factory=list)
+    """Ledgers that a Tinker session goes on from."""
+    first_other: str = ""
+    """Place of the first token of a Tinker session with other logprobs than were sampled."""
 
     @property
     def violation(self) -> Violation | None:
@@ -181,22 +193,7 @@ def check_receipts(step: LedgerStep, checked: Checked) -> Iterator[Found]:
                 found="none",
             )
             continue
-        # Of the whole context: a history that was rendered anew is another one.
-        digest = finish_digest(
-            start_digest(step.read_context(n)),
-            step.of_turn(n, "token_ids"),
-            step.of_turn(n, "logprobs"),
-            step.of_turn(n, "versions"),
-        )
-        if digest != step.turns["receipt"][n]:
-            yield Found(
-                rule="receipt",
-                place=step.place_turn(n),
-                what="digest of what the generator has read and sampled, with logprobs and "
-                "versions",
-                expected=step.turns["receipt"][n].hex(),
-                found=digest.hex(),
-            )
+        yield from check_digest(step, int(n))
         # Hashes are a tenth of the texts, of which a long run has millions.
         name = hash(request)
         if name in checked.requests:
@@ -208,6 +205,25 @@ def check_receipts(step: LedgerStep, checked: Checked) -> Iterator[Found]:
                 found="twice",
             )
         checked.requests.add(name)
+
+
+def check_digest(step: LedgerStep, n: int) -> Iterator[Found]:
+    """A turn's tokens, its context, logprobs and versions are those of its receipt."""
+    # Of the whole context: a history that was rendered anew is another one.
+    digest = finish_digest(
+        start_digest(step.read_context(n)),
+        step.of_turn(n, "token_ids"),
+        step.of_turn(n, "logprobs"),
+        step.of_turn(n, "versions"),
+    )
+    if digest != step.turns["receipt"][n]:
+        yield Found(
+            rule="receipt",
+            place=step.place_turn(n),
+            what="digest of what the generator has read and sampled, with logprobs and versions",
+            expected=step.turns["receipt"][n].hex(),
+            found=digest.hex(),
+        )
 
 
 def check_staleness(step: LedgerStep, checked: Checked) -> Iterator[Found]:
@@ -402,13 +418,19 @@ def check_sums(step: LedgerStep, checked: Checked) -> Iterator[Found]:
         share = step.facts["share"]
         checked.note(f"tokens of {share:.0%} of the groups are recorded: sums are not proved")
         return
-    loss = load_loss(step.settings["loss"])
-    if loss is None:
-        name = step.settings["loss"]["class"]
-        checked.note(f"{name} is not a loss of relay's: denominators are not computed again")
-    elif not knows_sum(loss):
-        checked.note("the loss reads entropies or a reference: its sum is not computed again")
     for number, told in enumerate(step.facts["minibatches"]):
+        if not told.get("recorded", True):
+            continue
+        # Of a Tinker client each call has its own loss.
+        described = told.get("loss") or step.settings["loss"]
+        loss = load_loss(described)
+        if loss is None:
+            checked.note(
+                f"{described['class']} is not a loss of relay's: denominators are not computed "
+                "again"
+            )
+        elif not knows_sum(loss):
+            checked.note("the loss reads entropies or a reference: its sum is not computed again")
         for name, (computed, tolerance) in _compute_sums(step, loss, minibatch=number).items():
             # Not ">", so that NaN is a difference.
             if not abs(computed - told[name]) <= tolerance:
@@ -439,10 +461,11 @@ def _compute_sums(
         return sums
     output = compute_loss(loss, step, minibatch=minibatch)
     # Without a denominator the sum is not divided, and the trainer says 0.
-    if output.denominator is not None:
-        sums["denominator"] = (float(output.denominator), 0.0)
-    if knows_sum(loss):
-        sums["loss_sum"] = (float(output.loss_sum), LOSS_TOLERANCE * max(1.0, size))
+    denominator = 0.0 if output.denominator is None else float(output.denominator)
+    sums["denominator"] = (denominator, 0.0)
+    if knows_sum(loss) and not step.facts["minibatches"][minibatch].get("has_ratio_mask"):
+        loss_sum = float(output.loss_sum)
+        sums["loss_sum"] = (loss_sum, LOSS_TOLERANCE * max(1.0, size, abs(loss_sum)))
     return sums
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.ledger.files import OPTIONAL, StepRecord
+from rl.ledger.files import GIVEN, OPTIONAL, TINKER, StepRecord
 
 _SCALARS = ("group", "member", "turn", "parent", "trained", "cut_off", "minibatch", "row", "reward")
 _TEXTS = ("role", "generator", "request", "receipt", "prompt_ids")
@@ -50,8 +50,9 @@ class LedgerStep:
             self.turns[name] = table[name].to_pylist()
         self.starts = np.zeros(len(table) + 1, dtype=np.int64)
         """[N + 1], places at which the tokens of each turn begin, and their number."""
-        for name in (*_LISTS, *OPTIONAL):
-            # A run with one minibatch has no proximal logprobs, one without a KL no reference.
+        for name in (*_LISTS, *OPTIONAL, GIVEN):
+            # A run with one minibatch has no proximal logprobs, one without a KL no reference, and
+            # only a Tinker client gives logprobs.
             if name not in table.column_names:
                 continue
             lists = table[name].combine_chunks()
@@ -63,6 +64,11 @@ class LedgerStep:
     @property
     def num_turns(self) -> int:
         return len(self.starts) - 1
+
+    @property
+    def kind(self) -> str:
+        """TINKER, or empty for a run."""
+        return str(self.facts.get("kind", ""))
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -134,6 +140,11 @@ class LedgerStep:
         if place.group is None:
             return ""
         group = self.groups[place.group]
+        if self.kind == TINKER:
+            words = [f"forward_backward {group['number']}"]
+            names = {"datum": place.member, "span": place.turn, "token": place.token}
+            words += [f"{name} {n}" for name, n in names.items() if n is not None]
+            return ", ".join(words)
         words = [f"problem {group['problem']!r}"]
         if place.member is not None:
             words.append(f"sample {group['members'][place.member]['sample']}")

@@ -31,7 +31,7 @@ NO_RECEIPT = bytes(8)
 
 
 @dataclass(kw_only=True, slots=True)
-class _Columns:
+class LedgerColumns:
     """Columns of the turns of a step."""
 
     values: dict[str, list[Any]] = field(default_factory=dict)
@@ -76,11 +76,12 @@ class Ledger:
         """Go on with the files in the folder."""
         self.folder = folder
         self.config = config
-        self._last: LedgerFile | None = None
+        self.last: LedgerFile | None = None
+        """The file of the latest step."""
         self._sizes: dict[Path, int] = {}
         """Bytes of the kept files, the oldest first."""
         for file in files.list_files(folder):
-            self._last = file
+            self.last = file
             self._sizes[file.path] = file.path.stat().st_size
 
     def choose_ids(self, groups: Sequence[Group]) -> list[RolloutId]:
@@ -101,13 +102,25 @@ class Ledger:
     ) -> None:
         """Write the file of a step; a full disk is a warning, and the ledger has a gap."""
         optional = _list_optional(trained_PG)
-        columns = _Columns()
+        columns = LedgerColumns()
         for p, group in enumerate(groups):
             if is_chosen(group.number, share=self.config.share):
                 for g, member in enumerate(group.scored):
                     trained = trained_PG[p][g]
                     for values, arrays in _describe_turns(member.rollout, trained, optional):
                         columns.add({"group": p, "member": g, **values}, arrays)
+        described = [describe_group(group) for group in groups]
+        self.write(step, columns, optional=optional, facts={**facts, "groups": described})
+
+    def write(
+        self,
+        step: int,
+        columns: LedgerColumns,
+        *,
+        optional: tuple[str, ...] = (),
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Write the file of a step, of which the turns are known, as `append` does."""
         # A run goes on without its proof rather than ending for a full disk.
         with warn_unwritten(self.folder):
             # Before the file is written, which says what the first one is.
@@ -115,14 +128,13 @@ class Ledger:
             first = min([step, *(file.step for file in files.list_files(self.folder))])
             facts = {
                 **facts,
-                "previous": "" if self._last is None else self._last.digest,
+                "previous": "" if self.last is None else self.last.digest,
                 "first": first,
                 "share": self.config.share,
-                "groups": [describe_group(group) for group in groups],
             }
             table = columns.make_table(optional=optional)
-            self._last = files.write(self.folder, table, step=step, facts=facts)
-            self._sizes[self._last.path] = self._last.path.stat().st_size
+            self.last = files.write(self.folder, table, step=step, facts=facts)
+            self._sizes[self.last.path] = self.last.path.stat().st_size
 
     def _remove_oldest(self) -> None:
         most = self.config.max_gigabytes * 1e9

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-TRAINED, ROLE, TRUNCATED, TOO_LONG = range(4)
+TRAINED, ROLE, TRUNCATED, TOO_LONG, UNWEIGHTED = range(5)
 """Reasons of a token's mask. ROLE: its turn is in no trained branch; TRUNCATED: the rollout ran out
 of tokens (`loop.mask_truncated_completions`); TOO_LONG: the sample was cut or left out
-(`loop.max_sample_tokens`)."""
-REASONS = ("trained", "role", "truncated", "too long")
+(`loop.max_sample_tokens`); UNWEIGHTED: the client of a Tinker session gave it no weight."""
+REASONS = ("trained", "role", "truncated", "too long", "no weight")
 """Names of the reasons."""
 
 

@@ -25,6 +25,7 @@ from rl.http.keys import Keys, check_reach, read_keys
 from rl.http.open_files import raise_open_files
 from rl.http.server import format_url, listen, make_server
 from rl.http.signals import END_TIMEOUT_S, stop_on_signals
+from rl.ledger.config import LedgerConfig
 from rl.observability.console import print_line
 from rl.rollouts.renderer import RendererConfig
 from rl.tinker.app import make_app
@@ -73,11 +74,18 @@ class TinkerServer(Configurable):
         """Limits on the work and the state of one API key."""
         renderer: RendererConfig = field(default_factory=RendererConfig)
         """How conversations of OpenAI's and Anthropic's clients are written for the base model."""
+        ledger: LedgerConfig = field(default_factory=LedgerConfig)
+        """What is recorded of each training run, in its folder."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "port", at_least=0, at_most=65_535)
             if not self.storage_folder:
                 raise ValueError("storage_folder='': must be a folder's name")
+            if self.ledger.share < 1:
+                raise ValueError(
+                    f"ledger.share={self.ledger.share}: must be 1.0, as the data of a client are "
+                    "recorded whole or not at all"
+                )
 
     def __init__(self, *, config: Config, request: RunRequest | None = None) -> None:
         """Raise ValueError for API keys that cannot be read, or are missing although the address is
@@ -104,6 +112,7 @@ class TinkerServer(Configurable):
                 storage_folder=folder,
                 limits=config.limits,
                 renderer=config.renderer,
+                ledger=config.ledger,
             )
             if not is_loopback(config.host):
                 _warn(f"{config.host} speaks plain HTTP: put TLS in front of it")
@@ -144,7 +153,13 @@ class ServerThread:
     thread has its own event loop, so a caller may block on it inside a running loop.
     """
 
-    def __init__(self, backend: TinkerBackend, *, storage_folder: str | Path) -> None:
+    def __init__(
+        self,
+        backend: TinkerBackend,
+        *,
+        storage_folder: str | Path,
+        ledger: LedgerConfig | None = None,
+    ) -> None:
         """Start the backend and wait until the server answers.
 
         Raises:
@@ -154,7 +169,7 @@ class ServerThread:
         self._lock = contextlib.ExitStack()
         self._lock.enter_context(lock_storage(folder))
         self.api_key = _read_or_make_key(folder / KEY_FILE)
-        self._service = Service(backend=backend, storage_folder=folder)
+        self._service = Service(backend=backend, storage_folder=folder, ledger=ledger)
         # A failure of the start comes through this future too.
         self._ready: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="tinker-server", daemon=True)

@@ -17,6 +17,7 @@ from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from rl.config.configurable import Configurable
 from rl.config.registry import resolve
 from rl.config.tree import check_bounds
+from rl.ledger.config import LedgerConfig
 from rl.local import LocalBackend
 from rl.tinker.backend import TinkerBackend, TinkerWorkers
 from rl.tinker.base_model import BaseModelFolder
@@ -93,6 +94,7 @@ class ServiceClient(tinker.ServiceClient):
         *,
         backend: TinkerBackend | Configurable.Config | str,
         storage_folder: str | Path = "outputs/tinker",
+        ledger: bool = False,
         **options: Any,
     ) -> None:
         """Start the backend and the server, and wait until both are ready.
@@ -101,6 +103,7 @@ class ServiceClient(tinker.ServiceClient):
             backend: A backend, its config or a server's, or the name of a config in
                 `configs/tinker.py`.
             storage_folder: Folder of the checkpoints.
+            ledger: Record what is trained, for `python -m rl.ledger`.
             options: Arguments of the official client, such as `user_metadata` and `display_name`.
 
         Raises:
@@ -110,7 +113,11 @@ class ServiceClient(tinker.ServiceClient):
         # The official client reads both when it is created.
         allow_loopback()
         keep_clients_direct()
-        self._server = ServerThread(make_backend(backend), storage_folder=storage_folder)
+        self._server = ServerThread(
+            make_backend(backend),
+            storage_folder=storage_folder,
+            ledger=LedgerConfig(enable=ledger),
+        )
         # The server needs thread pools to end, so a client that nobody closes ends before them.
         call_before_threads_end(self._server.close)
         self.base_url, self.api_key = self._server.url, self._server.api_key

@@ -118,6 +118,17 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerMark:
+    """Place in a model's ledger: after one of its optimizer steps."""
+
+    model_id: str
+    step: int
+    """Optimizer steps of the model; 0 before the first one."""
+    digest: str
+    """Digest of the step's file; empty before the first one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BaseModelInfo:
     """A model that a backend offers, with the bounds that requests are checked against."""
 

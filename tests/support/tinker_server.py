@@ -23,9 +23,12 @@ RESULT_TIMEOUT_S = 60.0
 
 
 class ServerProcess:
-    def __init__(self, process: subprocess.Popen[str], *, url: str, log: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], *, url: str, log: Path, storage: Path
+    ) -> None:
         self.process = process
         self.url = url
+        self.storage = storage
         self._log = log
         self._clients: list[tinker.ServiceClient] = []
 
@@ -81,7 +84,7 @@ def server_process(storage: Path, *options: str) -> Iterator[ServerProcess]:
             preexec_fn=restore_ctrl_c,
         )
     try:
-        server = ServerProcess(process, url=_url(process, log), log=log)
+        server = ServerProcess(process, url=_url(process, log), log=log, storage=storage)
         try:
             yield server
         finally:

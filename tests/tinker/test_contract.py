@@ -9,6 +9,7 @@ import torch
 from tinker import RequestFailedError, types
 
 from actors.launch.cleanup import list_with_descendants
+from rl.ledger.check import check_run
 from rl.utils.processes import identify
 from tests.support.runs import wait_until_gone
 from tests.support.tinker_data import (
@@ -35,8 +36,8 @@ STEP = types.AdamParams(learning_rate=1e-2)
 def actor_server(tmp_path_factory):
     storage = tmp_path_factory.mktemp("tinker-actors") / "storage"
     # A busy machine takes longer to close a generator than the default allows.
-    patient = ("--backend.timeouts.close_s", "15")
-    with server_process(storage, "--config", "tiny_actors", *patient) as server:
+    options = ("--backend.timeouts.close_s", "15", "--ledger.enable", "True")
+    with server_process(storage, "--config", "tiny_actors", *options) as server:
         controller = identify(server.process.pid)
         assert controller is not None
         processes = list_with_descendants([controller])
@@ -49,11 +50,15 @@ def actor_server(tmp_path_factory):
 
 
 @pytest.fixture(params=["local", "actors"])
-def either(request):
+def either_server(request):
+    """Server over each backend."""
+    return request.getfixturevalue("server" if request.param == "local" else "actor_server")
+
+
+@pytest.fixture
+def either(either_server):
     """Official client of a server over each backend."""
-    service = request.getfixturevalue(
-        "server" if request.param == "local" else "actor_server"
-    ).client()
+    service = either_server.client()
     yield service
     done(service.close("success"))
 
@@ -213,6 +218,25 @@ def test_logprobs_of_samples_and_prompts_equal_those_of_the_trainer(either):
     assert of_prompt[0] is None
     np.testing.assert_allclose(of_prompt[len(PROMPT) :], sequence.logprobs, atol=1e-5)
     np.testing.assert_allclose(of_prompt[1:], by_trainer, atol=1e-5)
+
+
+def test_ledger_of_samples_that_are_trained_on_closes(either_server, either):
+    model = lora(either)
+    learn(model, [text_datum("a rose is a rose")], steps=1)
+    data = []
+    for number, sequence in enumerate(sample(snapshot(model), num_samples=4, seed=2)):
+        data.append(sampled_datum(PROMPT, sequence.tokens, sequence.logprobs, 1.0 - number))
+    num_sampled = sum(len(one.model_input.to_ints()) + 1 - len(PROMPT) for one in data)
+    gradient = model.forward_backward(data, "importance_sampling")
+    done(model.optim_step(STEP))
+    done(gradient)
+
+    checked = check_run(either_server.storage / model.model_id.replace(":", "."))
+    assert (checked.violation, checked.num_steps) == (None, 2)
+    # One of the four has an advantage of 0.
+    of_one = len(data[1].model_input.to_ints()) + 1 - len(PROMPT)
+    assert checked.counts["sampled"] == num_sampled - of_one
+    assert (checked.counts["given"], checked.counts["edited"]) == (15, 0)
 
 
 def test_rest_client_manages_runs_and_checkpoints(server, client):

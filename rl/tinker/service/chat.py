@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -162,10 +163,11 @@ class Chats:
         weights = self._weights.open(source, owner)
         self._weights.acquire(weights)
 
+        # As unique as the request ids of sessions, beside which a ledger has it.
+        name = f"conversation {secrets.token_hex(8)}"
+
         async def sample() -> Completion:
-            # Shared with other samples: one that is cancelled must not stop the opening.
-            version = await asyncio.shield(weights.version)
-            output = await self._backend.sample(version, request, owner)
+            output = await self._weights.sample(weights, request, owner=owner, name=name)
             return output.completions[0]
 
         task = asyncio.create_task(sample(), name="sample of a conversation")

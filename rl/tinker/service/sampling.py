@@ -25,6 +25,7 @@ from rl.tinker.service.futures import (
     Result,
     encode_message,
 )
+from rl.tinker.service.sequences import SampledSequences
 from rl.tinker.service.sessions import KEPT, Session, Sessions
 from rl.tinker.service.storage import Storage, Stored
 from rl.tinker.service.streams import ModelStream
@@ -33,11 +34,14 @@ from rl.tinker.types import (
     GoneError,
     Id,
     InvalidRequestError,
+    LedgerMark,
     LimitReachedError,
     Limits,
     ModelSettings,
     NotFoundError,
     Owner,
+    SampleOutput,
+    SampleRequest,
     check_base,
     check_seq_id,
 )
@@ -55,6 +59,10 @@ class Weights:
     version: asyncio.Future[int]
     """The backend's number for them; pending while they open."""
     num_bytes: int = 0
+    name: str = "the base model"
+    """The weights in the words of a ledger."""
+    mark: LedgerMark | None = None
+    """Step of the ledger after which a model had them; None: they are of no ledger."""
     num_samples: int = 0
     """Samples in progress."""
     closed: str | None = None
@@ -82,11 +90,14 @@ class OpenWeights:
         sessions: Sessions,
         background: Background,
         limits: Limits,
+        sequences: SampledSequences | None = None,
     ) -> None:
+        """`sequences` are told what is sampled, for the ledgers."""
         self._backend = backend
         self._sessions = sessions
         self._background = background
         self._limits = limits
+        self._sequences = sequences
         self._open: dict[str, Weights] = {}
         """Weights by key, least recently used first."""
 
@@ -109,6 +120,9 @@ class OpenWeights:
                     raise
                 await asyncio.wait([closing])
         weights = Weights(f"snapshot {version.result()}", owner, version, num_bytes)
+        if model.ledger is not None:
+            weights.mark = mark = model.ledger.mark
+            weights.name = f"{mark.model_id} after step {mark.step}"
         self._open[weights.key] = weights
         self._close_surplus(owner)
         return weights
@@ -136,7 +150,26 @@ class OpenWeights:
         self.make_room(owner, num_bytes)
         opening = self._backend.open(adapters, stored.data, owner)
         version = self._background.start(opening, f"opening of {key}")
-        return Weights(key, owner, version, num_bytes)
+        name, mark = stored.path.tinker_path, stored.record.ledger
+        return Weights(key, owner, version, num_bytes, name=name, mark=mark)
+
+    async def sample(
+        self, weights: Weights, request: SampleRequest, *, owner: str, name: str
+    ) -> SampleOutput:
+        """Return a sample of weights that are acquired; `name` is that of the request."""
+        # Shared with other samples: one that is cancelled must not stop the opening.
+        version = await asyncio.shield(weights.version)
+        output = await self._backend.sample(version, request, owner)
+        if self._sequences is not None:
+            self._sequences.remember(
+                request.prompt,
+                output.completions,
+                owner=owner,
+                request=name,
+                generator=weights.name,
+                mark=weights.mark,
+            )
+        return output
 
     def make_room(self, owner: str, num_bytes: int) -> None:
         """Close weights until there is room for more state.
@@ -309,9 +342,7 @@ class SamplingSessions:
             request = self._futures.accept(request_id, owner=owner, num_bytes=num_bytes)
 
             async def draw() -> Result:
-                # Shared with other samples: one that is cancelled must not stop the opening.
-                version = await asyncio.shield(weights.version)
-                output = await self._backend.sample(version, sample, owner)
+                output = await self.weights.sample(weights, sample, owner=owner, name=request_id)
                 return await encode_message(
                     partial(encode_sample, output, sample), num_bytes=output.num_bytes
                 )

@@ -27,10 +27,12 @@ from tinker import types as wire
 from tinker.types.try_again_response import TryAgainResponse
 
 from rl.http.open_files import limit_connections
+from rl.ledger.config import LedgerConfig
 from rl.rollouts.renderer import RendererConfig
 from rl.tinker.backend import TinkerBackend
 from rl.tinker.service.chat import Chats
 from rl.tinker.service.futures import Background, Futures, Result
+from rl.tinker.service.ledger import Ledgers, import_pyarrow
 from rl.tinker.service.sampling import OpenWeights, SamplingSessions
 from rl.tinker.service.sessions import Sessions
 from rl.tinker.service.storage import RunRecord, Storage, Stored, parse_path
@@ -60,15 +62,22 @@ class Service:
         storage_folder: str | Path,
         limits: Limits | None = None,
         renderer: RendererConfig | None = None,
+        ledger: LedgerConfig | None = None,
         wall_time_s: Callable[[], float] = time.time,
     ) -> None:
-        """`renderer` writes the conversations of other APIs' clients for the base model."""
+        """
+        Args:
+            renderer: writes the conversations of other APIs' clients for the base model.
+            ledger: what is recorded of the training; None: nothing.
+        """
         self.limits = limits = limits or Limits()
         self._backend = backend
         self._storage = storage = Storage(storage_folder, wall_time_s=wall_time_s)
         self._futures = futures = Futures(limits)
         self._background = background = Background()
         self.sessions = sessions = Sessions(limits=limits)
+        ledgers = Ledgers(ledger) if ledger is not None and ledger.enable else None
+        self._has_ledgers = ledgers is not None
         self.sampling = SamplingSessions(
             backend=backend,
             storage=storage,
@@ -76,7 +85,11 @@ class Service:
             futures=futures,
             background=background,
             weights=OpenWeights(
-                backend=backend, sessions=sessions, background=background, limits=limits
+                backend=backend,
+                sessions=sessions,
+                background=background,
+                limits=limits,
+                sequences=None if ledgers is None else ledgers.sequences,
             ),
         )
         sessions.end_samplers = self.sampling.end_session  # Samplers end with their session.
@@ -89,6 +102,7 @@ class Service:
             sampling=self.sampling,
             limits=limits,
             wall_time_s=wall_time_s,
+            ledgers=ledgers,
         )
         self.chats = Chats(
             backend=backend,
@@ -104,7 +118,11 @@ class Service:
         Raises ValueError if the storage folder cannot be made, or the backend refuses its config.
         """
         await self._storage.prepare()
-        await self._backend.start()
+        starting = [self._backend.start()]
+        if self._has_ledgers:
+            # Here, because the first optimizer step would wait for the import.
+            starting.append(import_pyarrow())
+        await asyncio.gather(*starting)
 
     @property
     def has_work(self) -> bool:

@@ -4,6 +4,7 @@
     .../weights/<name>.json                         record of a checkpoint, which names its data
     .../weights/<name>@<random>/                    data, written by the backend
     .../sampler_weights/...                         the same for weights to sample from
+    .../ledger/                                     what was trained, if ledgers are enabled
 
 A checkpoint exists once its record does, and a record is written and replaced in one step. A kill
 leaves at most data that no record names, which the next start removes; other files and folders are
@@ -29,10 +30,12 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 import pydantic
 from tinker import types as wire
 
+from rl.observability.run_folder import LEDGER
 from rl.tinker.types import (
     NOT_SAVED,
     SESSION,
     InvalidRequestError,
+    LedgerMark,
     Metadata,
     ModelSettings,
     NotFoundError,
@@ -40,6 +43,7 @@ from rl.tinker.types import (
 )
 from rl.utils.errors import describe_disk_error
 from rl.utils.files import (
+    TMP_SUFFIX,
     make_folder,
     make_temporary_folder,
     publish,
@@ -134,6 +138,8 @@ class CheckpointRecord(_Record):
     """Name of the folder beside the record that has the data."""
     expires_s: Seconds | None
     size_bytes: Annotated[int, pydantic.Field(ge=0, lt=2**63)]
+    ledger: LedgerMark | None = None
+    """Step of the run's ledger after which it was saved; None without a ledger."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,8 +183,14 @@ class Storage:
                     # Data of a damaged record are kept.
                     if not file.exists() or (record is not None and record.folder != data.name):
                         shutil.rmtree(data, ignore_errors=True)
-            # A run without checkpoints has nothing that a client could ask for.
-            if not any(one.is_file() and one != run / _RUN for one in run.rglob("*")):
+            ledger = run / LEDGER
+            # A kill leaves at most a part of one file.
+            for part in ledger.glob(f"*{TMP_SUFFIX}"):
+                part.unlink(missing_ok=True)
+            # A run without checkpoints has nothing that a client could ask for, and its ledger
+            # proves nothing about weights that exist.
+            files = [one for one in run.rglob("*") if one.is_file() and one.parent != ledger]
+            if not any(one != run / _RUN for one in files):
                 shutil.rmtree(run, ignore_errors=True)
 
     async def _remove_expired(self, files: Iterable[Path]) -> None:
@@ -266,6 +278,7 @@ class Storage:
         overwrite: bool,
         ttl_seconds: int | None,
         user_metadata: Metadata | None,
+        ledger: LedgerMark | None = None,
     ) -> None:
         """Let `write` fill an empty folder, and publish it as a checkpoint.
 
@@ -291,6 +304,7 @@ class Storage:
                 size_bytes=sum(one.stat().st_size for one in folder.rglob("*") if one.is_file()),
                 user_metadata=user_metadata,
                 folder=name,
+                ledger=ledger,
             )
 
         with _translate_disk_errors(NOT_SAVED):
@@ -341,6 +355,10 @@ class Storage:
             _write(self._get_file(path), record)
 
     # Files
+
+    def get_ledger(self, model_id: str) -> Path:
+        """Return the folder of a run's ledger, which may not exist."""
+        return self._get_folder(model_id) / LEDGER
 
     def _get_folder(self, model_id: str) -> Path:
         assert _MODEL_ID.fullmatch(model_id)

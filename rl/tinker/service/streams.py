@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from rl.tinker.backend import TinkerBackend
 from rl.tinker.service.futures import AcceptedRequest, Answer, Background, Futures, Work
+from rl.tinker.service.ledger import ModelLedger
 from rl.tinker.service.storage import RunRecord
 from rl.tinker.types import (
     Future,
@@ -53,13 +54,16 @@ class ModelStream:
         futures: Futures,
         background: Background,
         gap_timeout_s: float,
+        ledger: ModelLedger | None = None,
     ) -> None:
         """
         Args:
             background: runs the task of the model.
+            ledger: records what the model trains.
             gap_timeout_s: time in seconds that later requests wait for a missing seq id.
         """
         self.record = record
+        self.ledger = ledger
         self.is_created = False
         self.failed: list[int] = []
         """Seq ids of failed requests that would have added to the gradient of the next step."""
@@ -185,6 +189,7 @@ class ModelStream:
         finally:
             # Also where the task is cancelled: nothing may wait for a stream that does no work.
             self.end("the service is closing")
+            self.note_drop()
             if self.is_created:
                 async with self._backend.lock_trainer(self.owner) as trainer:
                     await trainer.delete_model(self.model_id)
@@ -245,7 +250,13 @@ class ModelStream:
         # The gap has left part of a batch in the gradient.
         async with self._backend.lock_trainer(self.owner) as trainer:
             await trainer.drop_gradient(model_id=self.model_id)
+        self.note_drop()
         self._had_gap = False
+
+    def note_drop(self) -> None:
+        """Note in the ledger, if there is one, that the accumulated gradient was dropped."""
+        if self.ledger is not None:
+            self.ledger.drop()
 
     def end(self, why: str) -> None:
         """Fail what is queued and what arrives later; what runs is finished. Idempotent."""

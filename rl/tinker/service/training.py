@@ -38,6 +38,7 @@ from rl.models.lora import LoRA
 from rl.tinker.backend import TinkerBackend
 from rl.tinker.base_model import make_lora_config
 from rl.tinker.service.futures import Answer, Background, Futures, encode_message
+from rl.tinker.service.ledger import Ledgers
 from rl.tinker.service.sampling import SamplingSessions
 from rl.tinker.service.sessions import KEPT, Session, Sessions
 from rl.tinker.service.storage import (
@@ -95,8 +96,13 @@ class TrainingCalls:
         sampling: SamplingSessions,
         limits: Limits,
         wall_time_s: Callable[[], float],
+        ledgers: Ledgers | None = None,
     ) -> None:
-        """`wall_time_s` returns the Unix time, by which runs are stamped."""
+        """
+        Args:
+            wall_time_s: returns the Unix time, by which runs are stamped.
+            ledgers: record what models train; None: nothing is recorded.
+        """
         self._backend = backend
         self._storage = storage
         self._sessions = sessions
@@ -105,6 +111,7 @@ class TrainingCalls:
         self._sampling = sampling
         self._limits = limits
         self._wall_time_s = wall_time_s
+        self._ledgers = ledgers
         self._decoding = asyncio.Lock()
         """FIFO lock of all bodies, for which an owner waits with one body at a time: so owners take
         turns.
@@ -139,6 +146,7 @@ class TrainingCalls:
                 )
             # The gradient of an incomplete batch went with the old weights.
             stream.failed.clear()
+            _note_load(stream, stored)
             return wire.LoadWeightsResponse(path=body.path, model_id=stream.model_id)
 
         return stream.submit(body.seq_id, load)
@@ -228,6 +236,7 @@ class TrainingCalls:
                     return wire.CreateModelResponse(model_id=model_id)
                 assert stored is not None
                 await trainer.load_model(model_id, str(stored.data), optimizer=body.optimizer)
+                _note_load(stream, stored)
             return wire.LoadWeightsResponse(path=body.path, model_id=model_id)
 
         stream.submit_creation(request, create)
@@ -251,12 +260,16 @@ class TrainingCalls:
         ended = [i for i, stream in session.streams.items() if not stream.in_memory]
         for i in ended[:-KEPT]:
             del session.streams[i]
+        ledger = None
+        if self._ledgers is not None:
+            ledger = self._ledgers.open(self._storage.get_ledger(record.model_id), record)
         stream = ModelStream(
             record,
             backend=self._backend,
             futures=self._futures,
             background=self._background,
             gap_timeout_s=self._limits.gap_timeout_s,
+            ledger=ledger,
         )
         session.streams[record.model_id] = stream
         return stream
@@ -301,12 +314,15 @@ class TrainingCalls:
                         samples,
                         loss=content.loss,
                         return_logprobs=True,
+                        return_trained=stream.ledger is not None,
                         model_id=stream.model_id,
                     )
                 else:
                     result = await trainer.forward(
                         samples, loss=content.loss, model_id=stream.model_id
                     )
+            if body.backward and stream.ledger is not None:
+                await stream.ledger.add(body.seq_id, samples, loss=content.loss, result=result)
             message = partial(encode_forward_backward, content, result)
             num_bytes = sum(values.nbytes for values in result.logprobs or ())
             return await encode_message(message, num_bytes=num_bytes)
@@ -329,16 +345,24 @@ class TrainingCalls:
                     failed = ", ".join(map(str, stream.failed))
                     stream.failed.clear()
                     await trainer.drop_gradient(model_id=stream.model_id)
+                    stream.note_drop()
                     raise InvalidRequestError(
                         f"optim_step: forward_backward with seq_id {failed} failed, so the "
                         "gradient would be that of part of a batch. It is dropped and the "
                         "weights stay as they were: send the whole batch again, or without the "
                         "data that failed"
                     )
-                # The API steps without a gradient too, with zeros.
-                result = await trainer.optim_step(
-                    params, allow_empty=True, model_id=stream.model_id
-                )
+                try:
+                    # The API steps without a gradient too, with zeros.
+                    result = await trainer.optim_step(
+                        params, allow_empty=True, model_id=stream.model_id
+                    )
+                except Exception:
+                    # Such as one that is not finite.
+                    stream.note_drop()
+                    raise
+            if stream.ledger is not None:
+                await stream.ledger.step(body.seq_id or 0, params, result)
             return wire.OptimStepResponse(metrics={"grad_norm:mean": result.grad_norm})
 
         return stream.submit(body.seq_id, step)
@@ -408,6 +432,7 @@ class TrainingCalls:
                 overwrite=overwrite,
                 ttl_seconds=body.ttl_seconds,
                 user_metadata=body.user_metadata,
+                ledger=None if stream.ledger is None else stream.ledger.mark,
             )
             return answer(path=path.tinker_path)
 
@@ -438,6 +463,11 @@ def _check_save_for_sampler(body: wire.SaveWeightsForSamplerRequest) -> None:
         raise InvalidRequestError(
             f"path={body.path!r}, sampling_session_seq_id={number!r}: give one of them"
         )
+
+
+def _note_load(stream: ModelStream, stored: Stored) -> None:
+    if stream.ledger is not None:
+        stream.ledger.note_load(stored.path.tinker_path, stored.record.ledger)
 
 
 def _drop_seed(settings: ModelSettings) -> ModelSettings:
