@@ -41,7 +41,12 @@ from actors.config import RunConfig
 from actors.launch.calls import may_hang
 from actors.launch.placement import count_gpus, fit_to_devices, place_actors
 from actors.preflight.checks import Machine, has_lora
-from actors.preflight.plan import describe_data, describe_source, make_plan
+from actors.preflight.plan import (
+    describe_data,
+    describe_source,
+    find_engine_start,
+    make_plan,
+)
 from actors.prepare import FROM_THE_BEGINNING, PreparedRun, prepare_run
 from actors.run import Run, load_weights, start_actors
 from losses.types import get_sequence_setting, uses_proximal_logprobs
@@ -171,14 +176,14 @@ class Controller(Configurable):
         Of a trainer of several processes it has another layout, which may round otherwise.
         """
         config = fit_to_devices(self.config, num_gpus=count_gpus())
-        plan = make_plan(config, resumes=None)
-        plan.start.make()
+        start = find_engine_start(config)
+        start.make()
         trainer = config.trainer
         if trainer.num_procs > 1:
             trainer = replace(trainer, num_procs=1, parallelism=ParallelismConfig())
         use_threads(trainer.num_threads)
         return TrainingEngine(
-            config=trainer, model_spec=plan.start.spec, hf_assets_path=str(plan.start.folder)
+            config=trainer, model_spec=start.spec, hf_assets_path=str(start.folder)
         )
 
     def _train(self, prepared: PreparedRun) -> None:

@@ -16,7 +16,8 @@ from rl.models.lora import LoRA
 from rl.tasks.sum_digits import INSTRUCTION, SumDigits
 
 NUM_STEPS = 2
-NUM_RESUMED_STEPS = 5
+MANY_STEPS = 100
+"""Steps of a run that is stopped, more than it comes to."""
 
 
 def shorten(config: Controller.Config) -> Controller.Config:
@@ -39,9 +40,9 @@ def tiny() -> Controller.Config:
 
 
 def resumed() -> Controller.Config:
-    """The same with steps enough to be stopped and to go on."""
+    """The same, to be stopped and resumed."""
     config = tiny()
-    config.loop.num_steps = NUM_RESUMED_STEPS
+    config.loop.num_steps = MANY_STEPS
     return config
 
 
@@ -51,21 +52,27 @@ def ahead() -> Controller.Config:
 
 
 def ahead_resumed() -> Controller.Config:
-    """The same with steps enough to be stopped and to go on."""
+    """The same, to be stopped and resumed."""
     config = ahead()
-    config.loop.num_steps = NUM_RESUMED_STEPS
+    config.loop.num_steps = MANY_STEPS
     return config
 
 
 def prefix() -> Controller.Config:
-    """Long prompts that begin alike, so that their keys and values are found in the cache, and
-    replies that go on over updates.
+    """Long prompts that begin alike, so that their keys and values are found in the cache, and so
+    few at a time that some begin while others go on over an update.
     """
     config = sum_digits.tiny_async()
+    config.batch_invariant = False
     config.task = SumDigits.Config(num_integers=2, instruction=INSTRUCTION, reward="noise")
     config.generator.max_model_len = 512
+    config.generator.max_num_seqs = 8
+    config.trainer.lr_scheduler.warmup_steps = 0
     config = shorten(config)
-    config.loop.sampling.max_tokens = 96
+    config.loop.group_size = 4
+    config.loop.max_off_policy_steps = 2
+    # The fourth step is the first whose prompts begin under the second version.
+    config.loop.num_steps = 4
     return config
 
 

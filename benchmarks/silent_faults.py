@@ -134,7 +134,7 @@ class Bench:
         self._write(file, text.replace(fault.original, fault.faulty))
         name = fault.name.replace(" ", "-")
         try:
-            return self._try(name, fault.config, resume_tree=self._tree, seed=0)
+            return self._try(name, fault.config, tree=self._tree, seed=0)
         finally:
             self._write(file, text)
 
@@ -147,20 +147,22 @@ class Bench:
     def try_clean(self, number: int) -> Outcome:
         """Run a config of the clean tree, with a seed of its own."""
         config = CLEAN[number % len(CLEAN)]
-        return self._try(f"clean-{number}-{config}", config, resume_tree=ROOT, seed=number)
+        return self._try(f"clean-{number}-{config}", config, tree=ROOT, seed=number)
 
-    def _try(self, name: str, config: str, *, resume_tree: Path, seed: int) -> Outcome:
+    def _try(self, name: str, config: str, *, tree: Path, seed: int) -> Outcome:
         started = time.monotonic()
         run = self._folder / name
         options = ["--module", MODULE, "--config", config, "--hf_assets_path", self._assets]
         options += ["--dump_folder", str(self._folder), "--name", name, "--seed", str(seed)]
         stops = config in STOPPED
-        status, printed = self._run(options, run, tree=resume_tree, stops=stops)
+        status, printed = self._run(options, run, tree=tree, stops=stops)
         first_step = 1
         if stops and status and list_files(run / LEDGER):
             # A fault of a resume shows in the steps after it.
             first_step = list_files(run / LEDGER)[-1].step + 1
-            status, printed = self._run(["--resume", str(run)], run, tree=resume_tree, stops=False)
+            last_step = str(first_step + SOON - 1)
+            options = ["--resume", str(run), "--loop.num_steps", last_step]
+            status, printed = self._run(options, run, tree=tree, stops=False)
         alarms, crash = list_alarms(run, status=status, printed=printed, first_step=first_step)
         return Outcome(
             alarms=tuple(alarms),

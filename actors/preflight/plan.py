@@ -312,6 +312,19 @@ def find_starting_point(
     )
 
 
+def find_engine_start(config: RunConfig) -> StartingPoint:
+    """Return the starting point of a run whose trainer alone is made, so that its task, which takes
+    seconds, is not tried.
+    """
+    task: Task = config.task.build()
+    return find_starting_point(
+        config,
+        task=task,
+        source=find_source(config.trainer.checkpoint, None, repairs=False),
+        environments=Environments(make=task.environment),
+    )
+
+
 def collect_warmup_arithmetic(
     trainer: PolicyTrainer.Config, *, batch_invariant: bool = False, float32_head: bool = False
 ) -> dict[str, Any]:
