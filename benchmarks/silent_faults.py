@@ -1,6 +1,7 @@
 """SilentBench: are the one-line faults that cost others weeks noticed in a run of two steps?
 
-    python -m benchmarks.silent_faults [--quick] [-k TEXT] [--clean 50] [--keep FOLDER]
+    python -m benchmarks.silent_faults [--quick] [-k TEXT] [--clean 50] [--first 0]
+                                       [--keep FOLDER]
 
 Each row of `silent_faults.tsv` is a fault from the public history of RL systems, with its issue. It
 is planted into a copy of the tree, which then trains two steps with all actors
@@ -264,7 +265,7 @@ def _find_error(printed: str) -> str:
 def describe(name: str, outcome: Outcome) -> str:
     """Return a row of the table."""
     steps = outcome.num_steps
-    by = ", ".join(dict.fromkeys(alarm.by for alarm in outcome.alarms)) or "ESCAPED"
+    by = ", ".join(dict.fromkeys(alarm.by for alarm in outcome.alarms)) or "nothing"
     if not outcome.alarms and outcome.crash:
         by = "CRASHED"
     why = outcome.alarms[0].text if outcome.alarms else outcome.crash
@@ -278,6 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="three faults and two clean runs")
     parser.add_argument("-k", default="", help="only faults with this text in a field")
     parser.add_argument("--clean", type=int, help="number of clean runs; 50")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first clean run, also its seed; 0"
+    )
     parser.add_argument("--keep", type=Path, help="folder that keeps the runs")
     args = parser.parse_args(arguments)
     faults = [fault for fault in FAULTS if args.k in " ".join(vars(fault).values())]
@@ -299,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcomes[fault.name] = bench.try_fault(fault)
             print(describe(fault.name, outcomes[fault.name]), flush=True)
         clean: list[Outcome] = []
-        for number in range(num_clean):
+        for number in range(args.first, args.first + num_clean):
             clean.append(bench.try_clean(number))
             print(describe(f"clean run {number}", clean[-1]), flush=True)
     return _summarize(outcomes, clean)
