@@ -26,6 +26,7 @@ from rl.ledger.config import LedgerConfig
 from rl.ledger.rules import Checked
 from rl.tinker.http_server import TinkerServer
 from rl.tinker.local import LocalTinkerBackend
+from rl.tinker.service.ledger import CALL_BYTES, DATUM_BYTES, TOKEN_BYTES
 from rl.tinker.service.sequences import SampledSequences, hash_prefixes
 from rl.tinker.service.service import Service
 from rl.types import Completion
@@ -399,20 +400,21 @@ def test_dropped_gradients_are_no_part_of_a_step(tmp_path, assets):
     assert check_session(tmp_path, assets, play).counts["sampled"] == 6
 
 
-def test_calls_without_room_are_recorded_without_their_tokens(tmp_path, assets):
+def test_calls_without_room_are_recorded_by_their_numbers(tmp_path, assets):
     async def play(trainer: Trainer) -> None:
         (drawn,) = await trainer.draw(PROMPT)
         ledgers: Any = trainer.client.service.training._ledgers
-        ledgers.max_waiting_bytes = 2000
+        one = CALL_BYTES + DATUM_BYTES + TOKEN_BYTES * 9
+        ledgers.max_waiting_bytes = 3 * one
         for _ in range(3):
             await trainer.add([[QUESTION, drawn]])
-        assert ledgers.waiting_bytes.total() == 576
+        assert ledgers.waiting_bytes.total() == one
         await trainer.step()
         assert ledgers.waiting_bytes.total() == 0
 
     checked = check_session(tmp_path, assets, play)
-    assert "tokens of calls that were too large" in describe(checked)
-    assert (checked.num_tokens, checked.counts["sampled"]) == (18, 6)
+    assert "not proved: calls for which there was no room" in describe(checked)
+    assert (checked.num_tokens, checked.counts["sampled"]) == (6, 6)
 
 
 # Restarts

@@ -10,6 +10,7 @@ import pytest
 import tinker
 
 from rl.config.cli import main
+from rl.ledger.check import check_run
 from tests.support.tinker_data import TEXTS, done, forward, learn, lora, text_datum
 from tests.support.tinker_server import server_process
 
@@ -92,8 +93,12 @@ def test_killed_server_finds_its_checkpoints_again_and_reports_the_rest_as_gone(
 
         assert [lost.status_code, step.status_code] == [410, 410]
         assert "ended with the server process" in lost.json()["detail"]
+        learn(resumed, DATA, steps=1)
         for one, other in zip(logprobs, expected, strict=True):
             assert one.tolist() == other.tolist()
+        ledgers = [check_run(storage / one.model_id.replace(":", ".")) for one in (model, resumed)]
+        assert [(one.violation, one.num_steps) for one in ledgers] == [(None, 2), (None, 1)]
+        assert ledgers[1].origins == [f"goes on after step 2 of {model.model_id}"]
         with pytest.raises(tinker.NotFoundError):
             done(stranger.get_training_run(model.model_id))
         with pytest.raises(tinker.AuthenticationError):

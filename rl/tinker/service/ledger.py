@@ -37,10 +37,10 @@ from rl.types import TrainingSample
 
 SAMPLED, EDITED, GIVEN_ROLE = "sampled", "edited", "given"
 MAX_WAITING_BYTES = 2**29
-"""Most bytes of the calls of all models that wait for an optimizer step; of further calls the sums
-are recorded without their tokens."""
-TOKEN_BYTES = 64
-"""Bytes of a token that waits, at most: its columns, and its place in the prompt of a span."""
+"""Most bytes of the calls of all models that wait for an optimizer step; of further calls only the
+numbers are recorded."""
+CALL_BYTES, DATUM_BYTES, TOKEN_BYTES = 4096, 4096, 64
+"""Bytes of what waits, at most: of a token its columns, and its place in the prompt of a span."""
 
 
 async def import_pyarrow() -> None:
@@ -117,6 +117,8 @@ class ModelLedger:
         self._num_steps = 0
         self._calls: list[_Call] = []
         """Calls since the last optimizer step."""
+        self._unrecorded: list[int] = []
+        """Seq ids of calls since then for which there was no room."""
         self._dropped: list[int] = []
         """Seq ids of calls since then whose gradient was dropped."""
         self._loads: list[dict[str, Any]] = []
@@ -139,13 +141,13 @@ class ModelLedger:
 
     def drop(self) -> None:
         """Note that the gradient of all calls since the last step was dropped. Idempotent."""
-        self._dropped += [call.seq_id for call in self._calls]
+        self._dropped += sorted([*(call.seq_id for call in self._calls), *self._unrecorded])
         self._clear()
 
     def _clear(self) -> None:
         for call in self._calls:
             self._ledgers.release(self._owner, call.num_bytes)
-        self._calls = []
+        self._calls, self._unrecorded = [], []
 
     async def add(
         self,
@@ -156,19 +158,17 @@ class ModelLedger:
         result: ForwardBackwardResult,
     ) -> None:
         """Take a call, with what its loss has read (`return_trained`)."""
-        num_bytes = TOKEN_BYTES * sum(sample.mask.size for sample in samples)
-        has_room = self._ledgers.reserve(self._owner, num_bytes)
+        num_tokens = sum(sample.mask.size for sample in samples)
+        num_bytes = CALL_BYTES + DATUM_BYTES * len(samples) + TOKEN_BYTES * num_tokens
+        if not self._ledgers.reserve(self._owner, num_bytes):
+            self._unrecorded.append(seq_id)
+            return
         facts = _describe_call(seq_id, samples, loss=loss, result=result)
-        call = _Call(
-            seq_id=seq_id,
-            facts=facts | {"recorded": has_room},
-            num_bytes=num_bytes if has_room else 0,
-        )
+        call = _Call(seq_id=seq_id, facts=facts, num_bytes=num_bytes)
         self._calls.append(call)
-        if has_room:
-            assert result.trained is not None
-            # Looking up a million tokens takes a second, in which others are answered.
-            call.rows.extend(await asyncio.to_thread(self._make_rows, samples, result.trained))
+        assert result.trained is not None
+        # Looking up a million tokens takes a second, in which others are answered.
+        call.rows.extend(await asyncio.to_thread(self._make_rows, samples, result.trained))
 
     async def step(self, seq_id: int, params: OptimParams, result: OptimStepResult) -> None:
         """Write the file of an optimizer step, which ends the list of its calls."""
@@ -187,6 +187,7 @@ class ModelLedger:
             "settings": self._settings,
             "loads": self._loads,
             "dropped": self._dropped,
+            "unrecorded": self._unrecorded,
             "groups": [call.facts.pop("group") for call in self._calls],
             "minibatches": [call.facts for call in self._calls],
             "optim_step": {
