@@ -497,10 +497,10 @@ def test_share_of_a_servers_ledger_is_refused():
         TinkerServer.Config(backend=backend, ledger=LedgerConfig(enable=True, share=0.5))
 
 
-def make_completion(*tokens: int) -> Completion:
+def make_completion(*tokens: int, logprob: float = -0.5) -> Completion:
     return Completion(
         token_ids=np.array(tokens, np.int32),
-        logprobs=np.full(len(tokens), -0.5, np.float32),
+        logprobs=np.full(len(tokens), logprob, np.float32),
         policy_versions=np.ones(len(tokens), np.int32),
         finish_reason="stop",
     )
@@ -534,6 +534,27 @@ def test_sequences_are_bounded_and_those_of_the_owner_alone():
     assert find("a", 1, 2, 3, 4) == [(2, 4)]
     assert find("b", 1, 2, 0) == []
     assert find("b", 1, 2, 4) == [(2, 3)]
+
+
+def test_equal_sequences_are_told_apart_by_their_logprobs_and_then_used_once_each():
+    sequences = SampledSequences()
+    for request, logprob in (("a", -0.5), ("b", -0.5), ("c", -0.25)):
+        sequences.remember(
+            np.array([1, 2], np.int32),
+            [make_completion(3, logprob=logprob)],
+            owner="",
+            request=request,
+            generator="base",
+            mark=None,
+        )
+
+    def find(logprob: float) -> str:
+        logprobs = np.array([0, 0, logprob], np.float32)
+        ((span,), _) = sequences.find_spans(np.array([1, 2, 3], np.int32), logprobs, owner="")
+        return span.sequence.receipt.request
+
+    assert {find(-0.5), find(-0.5)} == {"a.0", "b.0"}
+    assert [find(-0.25), find(-0.25)] == ["c.0", "c.0"]
 
 
 def test_hash_of_a_prefix_depends_on_the_order_of_its_tokens():
