@@ -90,6 +90,8 @@ def _check_end(run: Path, checked: Checked) -> Iterator[Violation]:
             found=f"step {checked.first}",
         )
         return
+    if checked.beginning:
+        checked.note(checked.beginning)
     # Records of evaluations have no version of the weights.
     records = read_metrics(metrics) if metrics.exists() else []
     steps = [int(record["step"]) for record in records if "policy_version" in record]
@@ -167,7 +169,7 @@ def _check_place(step: LedgerStep, file: LedgerFile, checked: Checked) -> Iterat
                 if step.facts["previous"]
                 else "it was enabled then, or the run began with another run's checkpoint"
             )
-            checked.note(f"the ledger begins with step {file.step}: {why}")
+            checked.beginning = f"the ledger begins with step {file.step}: {why}"
     elif file.step != previous.step + 1:
         yield Violation(
             step=file.step,

@@ -69,6 +69,8 @@ class Checked:
     """Folder of the run."""
     first: int = 0
     """Step of the first file."""
+    beginning: str = ""
+    """Reason why the first file is of a later step than 1."""
     told_first: int = 0
     """Step of the first file when the last one was written."""
     version: int | None = None

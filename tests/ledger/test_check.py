@@ -364,6 +364,7 @@ def test_what_a_damaged_file_leaves_is_checked(
     folder = tmp_path / "run"
     shutil.copytree(closed, folder)
     change(folder)
+    assert not check_run(folder).notes
     assert main([str(folder)]) == 1
     *violations, last = capsys.readouterr().out.splitlines()[-num_violations - 1 :]
     assert all(line.startswith("violation: ") for line in violations)
