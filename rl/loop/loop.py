@@ -45,7 +45,7 @@ from rl.loop.state import Progress, StepCheckpoints
 from rl.loop.stop_request import StopRequest
 from rl.loop.sync import WeightSync
 from rl.observability.metrics import Record, Sink
-from rl.observability.recorder import BackgroundWriter, Recorder
+from rl.observability.recorder import Recorder
 from rl.observability.spans import add_error_context
 from rl.protocols import Publisher, Trainer
 from rl.rollouts.bundles import EpisodeRoom
@@ -55,6 +55,7 @@ from rl.rollouts.staleness import StalenessBound, WeightVersions
 from rl.run_rules import RULES
 from rl.trainer_types import ForwardBackwardResult, OptimStepResult, TrainedTokens
 from rl.types import LoopPosition
+from rl.utils.background import BackgroundWriter
 from rl.utils.clock import now_s
 from rl.utils.errors import RunError, StopRequestedError
 
@@ -152,7 +153,7 @@ class Loop(Configurable):
         self._adds_proximal_logprobs = proximal_logprobs and config.num_minibatches > 1
         self._stop = stop or StopRequest()
         self._continues = position is not None
-        self._writer = BackgroundWriter("rollouts.jsonl")
+        self._writer = BackgroundWriter("rollouts.jsonl and ledger")
 
         worker, self._evaluator = rollouts.build(config)
         start = position or LoopPosition(step=0, num_problems=0)

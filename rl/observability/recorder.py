@@ -29,10 +29,9 @@ turns.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
@@ -47,13 +46,13 @@ from rl.observability.metrics import to_json
 from rl.rollouts.evaluation import EvaluationResult
 from rl.rollouts.group import Group, RolloutId
 from rl.rollouts.producer import Batch
+from rl.rollouts.samples import find_places
 from rl.rollouts.trained import TrainedRollout
 from rl.tasks.data import write_pass_rates
 from rl.types import Branch, Rollout, Score, Turn
 from rl.utils.errors import warn_unwritten
 from rl.utils.files import BoundedFile, get_previous_file, read_json_lines
 from rl.utils.printing import describe_value, truncate
-from rl.utils.threads import WRITE_S, OverdueError, run_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +60,6 @@ PASS_RATES = "pass_rates.jsonl"
 MAX_STATE_ITEMS, MAX_STATE_DEPTH = 100, 3
 """Most items of a list or a mapping in a recorded state, and levels of them; what is deeper is
 recorded as its repr."""
-CLOSE_S = 30.0
-"""Timeout of a background write that is under way when a run ends with an error."""
 
 
 # What is recorded
@@ -209,9 +206,8 @@ class Recorder:
         rollout, score, trained = entry.rollout, entry.score, entry.trained
         turns = [self._describe_turn(turn) for turn in rollout.turns]
         if trained is not None and self.config.tokens:
-            more = _split_by_turn(trained, rollout.trained_turns)
-            for index, fields in zip(rollout.trained_indices, more, strict=True):
-                turns[index] |= fields
+            for index, tokens in find_places(rollout).items():
+                turns[index] |= _describe_training(trained, tokens)
         group, member = (None, None) if trained is None or entry.id is None else entry.id
         line = {
             **entry.head,
@@ -253,25 +249,19 @@ class Recorder:
         return _drop_none(fields)
 
 
-def _split_by_turn(trained: TrainedRollout, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Return the fields of each turn's line; `turns` are the trained ones of the rollout."""
+def _describe_training(trained: TrainedRollout, tokens: slice) -> dict[str, Any]:
+    """Return the fields of a trained turn, whose tokens have this place among the rollout's."""
     # With several minibatches the weights have moved since the pass that computed the gradient.
     logprobs_C, mask_C = trained.proximal_logprobs, trained.mask
     if logprobs_C is None:
         logprobs_C = trained.trainer_logprobs
-    lines: list[dict[str, Any]] = []
-    start = 0
-    for turn in turns:
-        tokens = slice(start, start + len(turn.completion.token_ids))
-        line: dict[str, Any] = {"advantages": _fold_equal(trained.advantages[tokens])}
-        if logprobs_C is not None:
-            line["trainer_logprobs"] = _round(logprobs_C[tokens])
-        if mask_C is not None:
-            # 0 and 1 are shorter than false and true, and there may be thousands.
-            line["mask"] = _fold_equal(mask_C[tokens].astype(np.int8))
-        lines.append(line)
-        start = tokens.stop
-    return lines
+    fields: dict[str, Any] = {"advantages": _fold_equal(trained.advantages[tokens])}
+    if logprobs_C is not None:
+        fields["trainer_logprobs"] = _round(logprobs_C[tokens])
+    if mask_C is not None:
+        # 0 and 1 are shorter than false and true, and there may be thousands.
+        fields["mask"] = _fold_equal(mask_C[tokens].astype(np.int8))
+    return fields
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
@@ -371,74 +361,3 @@ def _fold_equal(values: np.ndarray) -> list[float] | float:
 def _round(logprobs: np.ndarray) -> list[float]:
     # Float32 has about six digits; Python would write the 17 of a double.
     return [round(float(logprob), 6) for logprob in logprobs]
-
-
-# Beside the training
-
-
-class BackgroundWriter:
-    """Writer that runs one write at a time in a thread, while the loop trains.
-
-    An error surfaces before the next write begins, so no step is recorded after a step that is
-    missing in the file.
-    """
-
-    def __init__(self, name: str, *, close_s: float = CLOSE_S) -> None:
-        self._name = name
-        self._close_s = close_s
-        self._writing: asyncio.Task[None] | None = None
-        self._hangs = False
-
-    async def begin(self, write: Callable[[], None]) -> None:
-        """Start a write after the previous write; raise the error of the previous write."""
-        await self.finish()
-        self._writing = asyncio.create_task(run_in_thread(write, name=self._name, limit_s=WRITE_S))
-
-    async def finish(self) -> None:
-        """Wait for the write that is under way, and raise its error once.
-
-        Raises OverdueError if the disk hangs.
-        """
-        writing = self._writing
-        if writing is None:
-            return
-        try:
-            # A cancelled run still finishes the write: `close` waits for it.
-            await asyncio.shield(writing)
-        except OverdueError:
-            self._hangs = True
-            raise
-        finally:
-            if writing.done():
-                self._writing = None
-
-    async def last(self, write: Callable[[], None]) -> None:
-        """Write the last part of a run that stops with an error, in the calling thread.
-
-        Errors are logged, since the run reports its own. If the thread is not done within
-        `close_s`, nothing is written, since two threads would write into one file.
-        """
-        if not await self.close():
-            logger.warning("%s: the last part of the run is not written", self._name)
-            return
-        try:
-            write()
-        except Exception as error:
-            logger.warning("%s: %r", self._name, error, exc_info=error)
-
-    async def close(self) -> bool:
-        """Wait up to `close_s` and log an unseen error; return False if the thread still writes.
-
-        Idempotent.
-        """
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            await asyncio.wait({writing}, timeout=self._close_s)
-            if not writing.done():
-                logger.warning("%s: not done after %g s", self._name, self._close_s)
-                writing.cancel()
-                self._hangs = True
-            elif not writing.cancelled() and writing.exception():
-                error = writing.exception()
-                logger.warning("%s: %r", self._name, error, exc_info=error)
-        return not self._hangs

@@ -6,13 +6,9 @@ import weakref
 
 import pytest
 
-from rl.observability.recorder import (
-    BackgroundWriter,
-    Recorder,
-    RecorderConfig,
-    read_rollouts,
-)
+from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
 from rl.rollouts.rubric import Criterion, Rubric
+from rl.utils.background import BackgroundWriter
 from rl.utils.errors import RunError
 from rl.utils.threads import LoopThread, WorkerThread, gather_or_cancel, run_in_thread
 from tests.support.fakes import FakePolicy
