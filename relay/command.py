@@ -88,6 +88,16 @@ SUBCOMMANDS = {
         usage="relay timeline outputs/A",
         place="rl.timeline:main",
     ),
+    "ledger": Subcommand(
+        title="check that every token that a run has trained follows from what was sampled",
+        usage="relay ledger outputs/A [--replay STEP]",
+        place="rl.ledger.__main__:main",
+    ),
+    "bisect": Subcommand(
+        title="find the first step and token at which two runs part",
+        usage="relay bisect outputs/A outputs/B",
+        place="rl.bisect:main",
+    ),
     "serve": Subcommand(
         title="serve a run's model to OpenAI's and Anthropic's clients, or the Tinker API",
         usage="relay serve outputs/A [--step N], or relay serve --config tiny --port 8000",

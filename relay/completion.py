@@ -25,10 +25,11 @@ OPTIONS = {
     "runs": ("sort", "json"),
     "doctor": ("expected_s",),
     "timeline": ("output",),
+    "ledger": ("replay", "show"),
     "push": ("adapter", "private", "license", "dry_run"),
 }
 """Options of the other subcommands."""
-OF_RUNS = ("report", "runs", "doctor", "timeline", "push")
+OF_RUNS = ("report", "runs", "doctor", "timeline", "ledger", "bisect", "push")
 """Subcommands whose arguments are folders of runs."""
 FOLDER = "outputs/"
 
