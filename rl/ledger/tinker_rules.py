@@ -225,8 +225,9 @@ def describe_facts(checked: Checked) -> list[str]:
     counts = checked.counts
     lines = [f"this training {origin}" for origin in checked.origins]
     lines.append(
-        f"sampled by this server as they are: {counts['sampled']:,}; sampled, but edited or cut: "
-        f"{counts['edited']:,}; given by the client: {counts['given']:,}"
+        f"sampled by this server as they are: {counts['sampled']:,}; in the place of a sampled "
+        f"reply, but edited or cut: {counts['edited']:,}; given by the client: "
+        f"{counts['given']:,}"
     )
     age, num_other = counts[OLDEST], counts[OTHER_WEIGHTS]
     if counts["sampled"] > num_other:

@@ -198,8 +198,8 @@ def test_session_closes_and_says_what_is_not_proved(closed, capsys):
     assert main([str(closed)]) == 0
     assert capsys.readouterr().out == (
         "2 steps, 4 data, 26 trained tokens\n"
-        "sampled by this server as they are: 24; sampled, but edited or cut: 0; given by the "
-        "client: 2\n"
+        "sampled by this server as they are: 24; in the place of a sampled reply, but edited or "
+        "cut: 0; given by the client: 2\n"
         "oldest weights that have sampled them: 0 steps before their training\n"
         "not proved: rewards, masks and advantages, which the client has computed\n"
         "every trained token is as it was sampled or given\n"
@@ -352,11 +352,13 @@ def test_data_that_are_not_as_they_were_sampled_are_counted(tmp_path, assets):
         await trainer.add([[QUESTION, other], [QUESTION, cut], [QUESTION, edited]])
         await trainer.add([[given(*PROMPT, 1), drawn]])
         await trainer.add([[QUESTION, replace(drawn, advantage=None)], [QUESTION]])
+        # Supervised learning of a text after the same prompt.
+        await trainer.add([[QUESTION, given(9, 9, 9, advantage=1.0)]], "cross_entropy")
         await trainer.step()
 
     checked = check_session(tmp_path, assets, play)
     counts = checked.counts
-    assert (counts["sampled"], counts["edited"], counts["given"]) == (24, 10, 6)
+    assert (counts["sampled"], counts["edited"], counts["given"]) == (24, 10, 9)
     assert counts["other weights"] == 6
     assert (counts["trained again"], counts["other logprobs"]) == (12, 6)
     text = describe(checked)

@@ -6,7 +6,8 @@
 
 Rewards, masks and advantages are the client's, so that nothing is known of where they come from. A
 file has what the server knows: `role` of a span is "sampled" if the server has sampled it as it is,
-"edited" if it begins where the reply to a request of the server would, and "given" otherwise.
+"edited" if it has logprobs and begins where the reply to a request of the server would, and "given"
+otherwise.
 
 Shape legend: T tokens of a sample, K targets of each.
 """
@@ -251,7 +252,10 @@ class ModelLedger:
                     )
         edges = np.flatnonzero(np.diff(is_left_T, prepend=False, append=False))
         for start, end in edges.reshape(-1, 2).tolist():
-            is_edited = is_plain and bool(is_context_T[start])
+            # A text of supervised learning may follow any prompt; with logprobs it claims to be
+            # sampled.
+            is_claimed = not np.isnan(sample.generator_logprobs[start])
+            is_edited = is_plain and is_claimed and bool(is_context_T[start])
             spans.append(_Span(start=start, end=end, role=EDITED if is_edited else GIVEN_ROLE))
         return sorted(spans, key=lambda span: span.start)
 
