@@ -379,6 +379,24 @@ def test_sums_of_each_loss_are_computed_again(tmp_path, assets, loss):
     assert checked.counts["oldest"] == 1
 
 
+def test_loss_with_a_mean_over_other_tokens_is_not_computed_again(tmp_path, assets):
+    async def play(trainer: Trainer) -> None:
+        (drawn,) = await trainer.draw(PROMPT)
+        made = make_message(trainer.model, trainer.count(), [[QUESTION, drawn]], "gspo")
+        inputs = made.data[0].loss_fn_inputs
+        inputs["sequence_ratio_mask"].CopyFrom(inputs["advantages"])
+        ones = np.ones(len(PROMPT) - 1 + len(drawn.tokens), "<f4")
+        inputs["sequence_ratio_mask"].dense = ones.tobytes()
+        training = trainer.client.service.training
+        body = training.decode(made.SerializeToString())
+        accepted = trainer.client.now(training.forward_backward, body)
+        await trainer.client.result(accepted.request_id)
+        await trainer.step()
+
+    text = describe(check_session(tmp_path, assets, play))
+    assert "not proved: losses with a sequence_ratio_mask, which is not recorded" in text
+
+
 def test_dropped_gradients_are_no_part_of_a_step(tmp_path, assets):
     async def play(trainer: Trainer) -> None:
         client = trainer.client
