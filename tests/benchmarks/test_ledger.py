@@ -33,7 +33,7 @@ def test_steps_with_and_without_the_ledger_are_compared_by_round():
     assert step["wall"]["off_s"] == 1.5
     assert (step["loop_ms"]["ledger"], step["writer_ms"]) == pytest.approx((1.0, 24.0))
 
-    replies = {"tokens": 5e5, "seconds": 6.0, "peak_mib": 512.0, "bytes_per_token": 12.0}
+    replies = {"tokens": 1e6, "seconds": 12.0, "peak_mib": 512.0, "bytes_per_token": 12.0}
     of_check = {"seconds": 0.2, "peak_mib": 0.5, "bytes_per_token": 0.5}
     ratios = compute_ratios({"replies": replies, "step": step})
     # 1 ms of the loop and 24 of the writer are a sixtieth of 1.5 s.
