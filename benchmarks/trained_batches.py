@@ -125,6 +125,7 @@ def _write_step(ledger: StepLedger, step: int, batch: Batch, policy: Policy) -> 
         rollouts,
         trained=[TrainedMinibatch(gradient=gradient, update=update)],
         steps_of_versions={version: version for version in (step - 2, step - 1) if version >= 0},
+        outstanding=(),
     )
     return gradient.num_trained_tokens
 

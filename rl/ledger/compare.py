@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.ledger.files import TINKER, list_files, read
+from rl.ledger.files import TINKER, LedgerError, LedgerFile, list_files, read
 from rl.ledger.step import LedgerStep, Place
 
 OF_GENERATION = (("token_ids", "sampled token"), ("logprobs", "logprob at sampling"))
@@ -72,12 +72,19 @@ def compare_ledgers(folder: Path, other: Path) -> Comparison:
                 step=number, where="", what="next step of the ledger", values=(steps[0], steps[1])
             )
             return Comparison(num_steps=num_steps, parting=parting)
-        ours, theirs = LedgerStep(read(file)), LedgerStep(read(other_file))
+        ours, theirs = _read_step(file), _read_step(other_file)
         for parting in _compare(ours, theirs):
             settings = tuple(_compare_settings(ours.settings, theirs.settings))
             return Comparison(num_steps=num_steps, parting=parting, settings=settings)
         num_steps += 1
     return Comparison(num_steps=num_steps, parting=None)
+
+
+def _read_step(file: LedgerFile) -> LedgerStep:
+    try:
+        return LedgerStep(read(file))
+    except LedgerError as error:
+        raise LedgerError(f"{file.path.parent}: {error}") from None
 
 
 def _compare(ours: LedgerStep, theirs: LedgerStep) -> Iterator[Parting]:

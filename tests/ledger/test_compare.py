@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from rl.bisect import main
 from rl.ledger.compare import compare_ledgers
 from rl.types import Completion, TrainingSample
-from tests.ledger.test_check import Honest, edit_first, train
+from tests.ledger.test_check import Honest, cut_file, edit_first, train
 from tests.support.loops import half_right
 
 
@@ -80,3 +82,10 @@ def test_first_difference_is_named(plain, tmp_path, fault, settings, where, what
     assert where in compared.parting.where
     assert compared.num_steps == (2 if "num_steps" in settings else 0)
     assert main([str(plain), str(tmp_path)]) == 1
+
+
+def test_damaged_file_is_named_with_its_run(plain, tmp_path, capsys):
+    folder = shutil.copytree(plain, tmp_path / "other")
+    cut_file(folder)
+    assert main([str(plain), str(folder)]) == 2
+    assert re.search(rf"{folder}/ledger: 000002-\w+.parquet: .* cut off", capsys.readouterr().err)
