@@ -190,7 +190,7 @@ class Bench:
             try:
                 if stops:
                     _wait_for_steps(process, run / METRICS)
-                    process.send_signal(signal.SIGINT)
+                    process.send_signal(signal.SIGTERM)
                 status = process.wait(TIMEOUT_S)
             finally:
                 with contextlib.suppress(ProcessLookupError):
