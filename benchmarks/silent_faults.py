@@ -269,7 +269,7 @@ def describe(name: str, outcome: Outcome) -> str:
     if not outcome.alarms and outcome.crash:
         by = "CRASHED"
     why = outcome.alarms[0].text if outcome.alarms else outcome.crash
-    return f"{name:32} {by:30} {steps or '-':>3} {outcome.seconds:6.1f} s  {why[:240]}"
+    return f"{name:36} {by:30} {steps or '-':>3} {outcome.seconds:6.1f} s  {why[:240]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
