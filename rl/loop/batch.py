@@ -51,6 +51,11 @@ class TrainingBatch:
     """True if any trained token has an advantage other than 0."""
     advantages_PG: list[list[np.ndarray]]
     """[C] float32 for each scored rollout of each group."""
+    masked: frozenset[RolloutId]
+    """Rollouts that are masked because they ran out of tokens."""
+    references: Mapping[SampleId, np.ndarray]
+    """The reference policy's logprobs of each sample, too long ones included, [T] float32 nats;
+    empty unless a KL is part of the reward."""
     metrics: dict[str, Metric]
 
 
@@ -75,7 +80,7 @@ async def make_training_batch(
 
     # The KL is part of the reward, so it is subtracted before groups are compared.
     metrics: dict[str, Metric] = {}
-    references: list[np.ndarray] | None = None
+    references: dict[SampleId, np.ndarray] = {}
     if config.kl_reward.coef:
         rewards_PG, references, metrics["reward/kl"] = await _subtract_kl(
             rewards_PG,
@@ -87,17 +92,18 @@ async def make_training_batch(
     advantages_PG = config.advantage(rewards_PG)
 
     samples = _make_samples(members_PG, chain(*advantages_PG), temperature=temperature)
-    if references is not None:
-        for sample_id, reference_T in zip(list(samples), references, strict=True):
-            samples[sample_id] = replace(samples[sample_id], reference_logprobs=reference_T)
+    for sample_id, reference_T in references.items():
+        samples[sample_id] = replace(samples[sample_id], reference_logprobs=reference_T)
 
     # Lengths and masks come after the advantages: a sample that is left out of the loss still
     # counts for its group.
     samples, counts = _limit_lengths(
         samples, limit=config.max_sample_tokens, policy=config.long_samples
     )
+    masked: frozenset[RolloutId] = frozenset()
     if config.mask_truncated_completions:
-        counts["samples/masked"] = Sum(_mask_truncated(samples, members_PG))
+        masked = _mask_truncated(samples, members_PG)
+        counts["samples/masked"] = Sum(len(masked))
 
     if adds_proximal_logprobs:
         proximal = await trainer.compute_logprobs([*samples.values()])
@@ -109,6 +115,8 @@ async def make_training_batch(
         minibatches=_divide_by_prompts(samples, width=width),
         has_gradient=any(s.advantages[s.mask].any() for s in samples.values()),
         advantages_PG=advantages_PG,
+        masked=masked,
+        references=references,
         metrics=metrics | counts,
     )
 
@@ -153,8 +161,8 @@ def _divide_by_prompts(
 
 def _mask_truncated(
     samples: dict[SampleId, TrainingSample], members_PG: Sequence[Sequence[ScoredRollout]]
-) -> int:
-    """Leave no token to train on in rollouts that ran out of tokens; return how many there are.
+) -> frozenset[RolloutId]:
+    """Leave no token to train on in rollouts that ran out of tokens; return these.
 
     Masked samples stay in the batch, because a loss may divide by its number of sequences.
     """
@@ -164,7 +172,7 @@ def _mask_truncated(
         if members_PG[p][g].rollout.is_truncated:
             samples[sample_id] = replace(sample, mask=np.zeros_like(sample.mask))
             masked.add((p, g))
-    return len(masked)
+    return frozenset(masked)
 
 
 async def _subtract_kl(
@@ -174,7 +182,7 @@ async def _subtract_kl(
     kl_reward: KLReward,
     temperature: float,
     trainer: LogprobSource,
-) -> tuple[list[list[np.ndarray]], list[np.ndarray], Metric]:
+) -> tuple[list[list[np.ndarray]], dict[SampleId, np.ndarray], Metric]:
     """Subtract `loop.kl_reward` from each token's reward.
 
     Returns:
@@ -183,7 +191,8 @@ async def _subtract_kl(
     """
     # The reference policy reads tokens alone: the advantages do not exist yet, so zeros stand in.
     zeros = (np.zeros(m.rollout.num_completion_tokens, np.float32) for m in chain(*members_PG))
-    samples = [*_make_samples(members_PG, zeros, temperature=temperature).values()]
+    made = _make_samples(members_PG, zeros, temperature=temperature)
+    samples = [*made.values()]
     references = await trainer.compute_reference_logprobs(samples)
 
     kls: list[np.ndarray] = []
@@ -201,7 +210,8 @@ async def _subtract_kl(
         penalized_G = [rewards_C - kl_reward.coef * next(known) for rewards_C in rewards_G]
         penalized_PG.append(penalized_G)
     total = sum(float(kl_C.sum()) for kl_C in kls)
-    return penalized_PG, references, Mean(total, sum(map(len, kls)))
+    references_by_id = dict(zip(made, references, strict=True))
+    return penalized_PG, references_by_id, Mean(total, sum(map(len, kls)))
 
 
 def _limit_lengths(
@@ -268,7 +278,7 @@ def collect_trained_rollouts(
             trained = TrainedRollout(advantages=advantages_C, minibatch=minibatches.get((p, g), -1))
             if (p, g) in recorded:
                 # Tokens are large: only rollouts that are recorded carry them.
-                trained = _add_tokens(trained, member.rollout, (p, g), samples, tokens)
+                trained = _add_tokens(trained, member.rollout, (p, g), samples, training, tokens)
             row.append(trained)
         rows.append(row)
     return rows
@@ -279,6 +289,7 @@ def _add_tokens(
     rollout: Rollout,
     rollout_id: RolloutId,
     samples: Mapping[SampleId, TrainingSample],
+    training: TrainingBatch,
     tokens: Mapping[SampleId, TrainedTokens],
 ) -> TrainedRollout:
     """Add masks and logprobs of a recorded rollout from its rows.
@@ -293,9 +304,8 @@ def _add_tokens(
     def collect_known(values: list[np.ndarray | None]) -> np.ndarray | None:
         return None if all(value is None for value in values) else collect(values)
 
-    # A masked rollout has no token to train on; of others only the missing end is masked.
-    is_masked = not any(sample is not None and sample.mask.any() for sample in rows)
-    reason = TRUNCATED if is_masked and rollout.is_truncated else TOO_LONG
+    # A masked rollout has no token to train on; of others only what was cut is missing.
+    reason = TRUNCATED if rollout_id in training.masked else TOO_LONG
     reasons = [None if s is None else np.where(s.mask, TRAINED, reason) for s in rows]
     return replace(
         trained,
@@ -303,7 +313,6 @@ def _add_tokens(
         trainer_logprobs=collect_known([None if t is None else t.logprobs for t in read]),
         trainer_advantages=collect_known([None if t is None else t.advantages for t in read]),
         proximal_logprobs=collect_known([None if s is None else s.proximal_logprobs for s in rows]),
-        reference_logprobs=collect_known(
-            [None if s is None else s.reference_logprobs for s in rows]
-        ),
+        # Also of tokens that were cut: their KL is part of the rewards that were compared.
+        reference_logprobs=collect_known([training.references.get(i) for i in ids]),
     )

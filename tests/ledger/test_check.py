@@ -35,6 +35,7 @@ from rl.ledger.writer import Ledger, cut_back
 from rl.loop.ledger import StepLedger
 from rl.observability.recorder import Recorder, RecorderConfig
 from rl.reporting.data import read_run
+from rl.rollouts.advantage import KLReward
 from rl.rollouts.staleness import WeightVersions
 from rl.rollouts.trained import TOO_LONG, TRAINED
 from rl.trainer_types import ForwardBackwardResult
@@ -549,6 +550,22 @@ def test_samples_that_are_too_long_are_left_out_for_that_reason(tmp_path):
     train(tmp_path, Honest(reply=half_right), **settings)
     checked = check_run(tmp_path)
     assert checked.violation is None
+    (first, *_) = files.list_files(tmp_path / "ledger")
+    masks = {m for masks in files.read(first).table["mask"].to_pylist() for m in masks}
+    assert masks == {TRAINED, TOO_LONG}
+
+
+@pytest.mark.parametrize("long_samples", ["drop", "truncate"])
+def test_samples_that_are_too_long_have_their_part_in_the_others_advantages(tmp_path, long_samples):
+    settings: dict[str, Any] = {"max_sample_tokens": 20, "long_samples": long_samples}
+    train(tmp_path, Honest(reply=half_right), kl_reward=KLReward(coef=0.1), **settings)
+    assert check_run(tmp_path).violation is None
+
+
+def test_sample_that_ran_out_of_tokens_and_is_not_masked_may_be_too_long(tmp_path):
+    policy = Honest(reply=half_right, finish_reason="length")
+    train(tmp_path, policy, max_sample_tokens=20, long_samples="drop")
+    assert check_run(tmp_path).violation is None
     (first, *_) = files.list_files(tmp_path / "ledger")
     masks = {m for masks in files.read(first).table["mask"].to_pylist() for m in masks}
     assert masks == {TRAINED, TOO_LONG}
