@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from rl.config.json import read_json
 from rl.ledger.check import check_run, find_ledger
 from rl.ledger.files import TINKER, list_files, read
-from rl.ledger.rules import Checked
+from rl.ledger.findings import Checked
 from rl.ledger.show import read_step, show_episode
 from rl.ledger.tinker_rules import describe_facts
 from rl.observability.run_folder import CONFIG

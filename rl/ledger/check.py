@@ -15,7 +15,8 @@ import numpy as np
 
 from rl.config.json import get_value_at
 from rl.ledger.files import TINKER, LedgerError, LedgerFile, list_files, read
-from rl.ledger.rules import RULES, Checked, Violation
+from rl.ledger.findings import Checked, Violation
+from rl.ledger.rules import RULES
 from rl.ledger.step import LedgerStep
 from rl.ledger.tinker_rules import TINKER_RULES, check_saved
 from rl.observability.metrics import read_metrics

@@ -7,119 +7,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from losses.types import Loss
-from rl.ledger.files import LedgerFile
+from rl.ledger.findings import WHOLE_STEP, Checked, Found, Rule
 from rl.ledger.losses import compute_loss, knows_sum, load_loss
 from rl.ledger.step import LedgerStep, Place
 from rl.receipts import finish_digest, start_digest
 from rl.rollouts.advantage import Advantage, compute_kl_penalty
 from rl.rollouts.trained import REASONS, ROLE, TOO_LONG, TRAINED, TRUNCATED
 
-WHOLE_STEP = Place()
 LOSS_TOLERANCE = 1e-4
 """Largest difference of a loss, relative to the sum of its tokens' sizes: sums over micro-batches
 are rounded in another order."""
 SUM_TOLERANCE = 1e-6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Violation:
-    """Something that a ledger does not prove, or disproves."""
-
-    step: int
-    rule: str
-    """Name of the rule, such as "receipt"."""
-    where: str
-    """Place in words; empty for the whole step."""
-    what: str
-    expected: str
-    found: str
-
-    def __str__(self) -> str:
-        where = f", {self.where}" if self.where else ""
-        return (
-            f"step {self.step}{where}: {self.what}: expected {self.expected}, found {self.found} "
-            f"({self.rule})"
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class Checked:
-    """What was checked of a ledger so far."""
-
-    num_steps: int = 0
-    num_episodes: int = 0
-    num_tokens: int = 0
-    """Trained tokens."""
-    notes: list[str] = field(default_factory=list)
-    """What the ledger does not prove."""
-    violations: list[Violation] = field(default_factory=list)
-    """Files that are missing or damaged, and the first step that does not hold, if there is one."""
-    is_ended: bool = False
-    """True if a step does not hold, which ends the check."""
-    previous: LedgerFile | None = None
-    run: Path = field(default_factory=Path)
-    """Folder of the run."""
-    first: int = 0
-    """Step of the first file."""
-    beginning: str = ""
-    """Reason why the first file is of a later step than 1."""
-    told_first: int = 0
-    """Step of the first file when the last one was written."""
-    version: int | None = None
-    """Policy version after the last step."""
-    requests: set[int] = field(default_factory=set)
-    """Hashes of the requests that were trained."""
-    highest: int = -1
-    """Highest number of a problem so far, or seq id of a Tinker client's calls."""
-    unknown_until: int = 0
-    """Step up to which problems may have been in steps that the ledger does not have."""
-    missing: dict[int, int] = field(default_factory=dict)
-    """Lower numbers that no step has had, and the step that has passed over each."""
-    kind: str = ""
-    """That of the ledger's steps (`LedgerStep.kind`)."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """Facts of a Tinker session that are no violations."""
-    origins: list[str] = field(default_factory=list)
-    """Ledgers that a Tinker session goes on from."""
-    first_other: str = ""
-    """Place of the first token of a Tinker session with other logprobs than were sampled."""
-
-    @property
-    def violation(self) -> Violation | None:
-        """The first violation, if there is one."""
-        return self.violations[0] if self.violations else None
-
-    def forget_before(self) -> None:
-        """Forget what the next step would follow from: the step before is not known."""
-        self.version = None
-        self.highest = -1
-        self.missing.clear()
-
-    def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """A finding of a rule in a step."""
-
-    rule: str
-    place: Place
-    what: str
-    expected: Any
-    found: Any
-
-
-Rule = Callable[[LedgerStep, Checked], Iterator[Found]]
 
 
 # Rules, in the order in which a fault would show first
@@ -138,17 +42,44 @@ def check_versions(step: LedgerStep, checked: Checked) -> Iterator[Found]:
                 found=version,
             )
         checked.version = version
+    # The loop's own list, by which it takes the age of a token.
+    for text, at in step.facts["steps_of_versions"].items():
+        made = checked.made.get(int(text), at)
+        if made != at:
+            yield Found(
+                rule="versions",
+                place=WHOLE_STEP,
+                what=f"step after which the weights were those of policy version {text}",
+                expected=made,
+                found=at,
+            )
+    if checked.version is not None:
+        checked.made[checked.version] = step.number
 
 
 def check_problems(step: LedgerStep, checked: Checked) -> Iterator[Found]:
     """Every problem is trained on or dropped for a reason, in the task's order."""
-    numbers = {group["number"] for group in step.groups}
-    numbers |= {number for _, number in step.facts["dropped"]}
+    told = [group["number"] for group in step.groups]
+    told += [number for _, number in step.facts["dropped"]]
+    numbers = set(told)
+    had = {
+        n for n in numbers if checked.known_above < n <= checked.highest
+    } - checked.missing.keys()
+    had |= {number for number, times in Counter(told).items() if times > 1}
+    for number in sorted(had):
+        yield Found(
+            rule="problems",
+            place=WHOLE_STEP,
+            what=f"problem number {number}",
+            expected="in one step, once",
+            found="again",
+        )
     # Ahead of training a group may finish after later ones, but not later than the bound.
     bound = step.settings["max_off_policy_steps"]
     most = bound + 1
     first = checked.highest + 1
-    if checked.highest < 0 and step.number > 1:
+    is_first = checked.highest < 0 and step.number > 1
+    if is_first:
         # A ledger that begins in the middle does not know which ones the steps before have had.
         first = min(numbers)
         checked.unknown_until = step.number + most if bound else 0
@@ -156,6 +87,8 @@ def check_problems(step: LedgerStep, checked: Checked) -> Iterator[Found]:
         for number in range(first, max(numbers) + 1):
             checked.missing.setdefault(number, step.number)
     checked.highest = max(checked.highest, *numbers)
+    if is_first or step.number <= checked.unknown_until:
+        checked.known_above = checked.highest
     for number in numbers:
         checked.missing.pop(number, None)
     # A run that was resumed begins the outstanding problems again, or has lost them.

@@ -17,16 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from rl.ledger.files import GIVEN, list_files
-from rl.ledger.rules import (
-    WHOLE_STEP,
-    Checked,
-    Found,
-    Rule,
-    Violation,
-    check_digest,
-    check_sums,
-    check_trained,
-)
+from rl.ledger.findings import WHOLE_STEP, Checked, Found, Rule, Violation
+from rl.ledger.rules import check_digest, check_sums, check_trained
 from rl.ledger.step import LedgerStep
 from rl.observability.run_folder import LEDGER
 

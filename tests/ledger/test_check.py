@@ -29,7 +29,8 @@ from rl.ledger import files, writer
 from rl.ledger.__main__ import main
 from rl.ledger.check import check_run
 from rl.ledger.config import LedgerConfig
-from rl.ledger.rules import Checked, check_problems
+from rl.ledger.findings import Checked
+from rl.ledger.rules import check_problems
 from rl.ledger.sealing import seal
 from rl.ledger.writer import Ledger, cut_back
 from rl.loop.ledger import StepLedger
@@ -256,12 +257,24 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     files.write(folder / "ledger", record.table, step=step, facts=facts)
 
 
+def repeat_problem(facts: dict[str, Any]) -> None:
+    facts["groups"][0]["number"] = 5
+
+
+def repeat_in_step(facts: dict[str, Any]) -> None:
+    facts["groups"][0]["number"] = facts["groups"][1]["number"]
+
+
+def make_younger(facts: dict[str, Any]) -> None:
+    facts["steps_of_versions"] |= {"2": 2}
+
+
 def set_reward(facts: dict[str, Any]) -> None:
     facts["groups"][1]["members"][2]["reward"] = 0.25
 
 
 def forget_version(facts: dict[str, Any]) -> None:
-    facts["steps_of_versions"] = {"4": 0}
+    facts["steps_of_versions"] = {}
 
 
 def jump(facts: dict[str, Any]) -> None:
@@ -312,7 +325,7 @@ def remove(number: int) -> Callable[[Path], None]:
         ),
         (
             lambda folder: rewrite(folder, forget_version),
-            "age of policy version 4, which has sampled it: expected 0 to 0 steps, found 2",
+            "age of policy version 4, which has sampled it: expected 0 to 0 steps, found unknown",
         ),
         (
             supersede,
@@ -321,6 +334,18 @@ def remove(number: int) -> Callable[[Path], None]:
         (
             lambda folder: rewrite(folder, lambda facts: facts.pop("groups")),
             "as a run writes it, found KeyError: 'groups'",
+        ),
+        (
+            lambda folder: rewrite(folder, repeat_problem),
+            "step 3: problem number 5: expected in one step, once, found again",
+        ),
+        (
+            lambda folder: rewrite(folder, repeat_in_step),
+            "step 3: problem number 9: expected in one step, once, found again",
+        ),
+        (
+            lambda folder: rewrite(folder, make_younger),
+            "step 3: step after which .* of policy version 2: expected 1, found 2",
         ),
         (lambda folder: rewrite(folder, jump), "after minibatch 0: expected 5, found 9"),
         (

@@ -23,7 +23,7 @@ from rl.ledger.__main__ import describe, main
 from rl.ledger.check import check_run
 from rl.ledger.compare import compare_ledgers
 from rl.ledger.config import LedgerConfig
-from rl.ledger.rules import Checked
+from rl.ledger.findings import Checked
 from rl.tinker.http_server import TinkerServer
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.service.ledger import CALL_BYTES, DATUM_BYTES, TOKEN_BYTES
