@@ -107,8 +107,13 @@ class LedgerStep:
 
     def find_parent(self, n: int) -> int | None:
         """Return the place of the turn before a turn; turns of an episode are in order."""
-        parent = int(self.turns["parent"][n])
-        return None if parent < 0 else n - int(self.turns["turn"][n]) + parent
+        parent, turn = int(self.turns["parent"][n]), int(self.turns["turn"][n])
+        if parent < 0:
+            return None
+        # Not as a run writes it: a circle of turns would have no end.
+        if parent >= turn:
+            raise ValueError(f"row {n}: turn {turn} goes on after turn {parent}")
+        return n - turn + parent
 
     def read_context(self, n: int) -> np.ndarray:
         """Return every token that the generator has read for a turn."""

@@ -295,6 +295,19 @@ def supersede(folder: Path) -> None:
     files.write(folder / "ledger", table, step=3, facts=facts)
 
 
+def continue_itself(folder: Path) -> None:
+    """Say of a turn that it goes on after itself, which would have no end."""
+    last = files.list_files(folder / "ledger")[-1]
+    record = files.read(last)
+    column = record.table.column_names.index("parent")
+    field = record.table.schema.field(column)
+    parents = pa.array([0] * len(record.table), type=field.type)
+    last.path.unlink()
+    facts = {k: v for k, v in record.facts.items() if k not in ("step", "version")}
+    table = record.table.set_column(column, field, [parents])
+    files.write(folder / "ledger", table, step=3, facts=facts)
+
+
 def edit_byte(folder: Path) -> None:
     file = files.list_files(folder / "ledger")[1].path
     content = bytearray(file.read_bytes())
@@ -346,6 +359,10 @@ def remove(number: int) -> Callable[[Path], None]:
         (
             lambda folder: rewrite(folder, make_younger),
             "step 3: step after which .* of policy version 2: expected 1, found 2",
+        ),
+        (
+            continue_itself,
+            "as a run writes it, found ValueError: row 0: turn 0 goes on after turn 0",
         ),
         (lambda folder: rewrite(folder, jump), "after minibatch 0: expected 5, found 9"),
         (
