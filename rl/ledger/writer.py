@@ -8,6 +8,7 @@ Shape legend: C tokens that the model produced in the trained turns of a rollout
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -78,11 +79,11 @@ class Ledger:
         self.config = config
         self.last: LedgerFile | None = None
         """The file of the latest step."""
-        self._sizes: dict[Path, int] = {}
+        self._kept: dict[LedgerFile, int] = {}
         """Bytes of the kept files, the oldest first."""
         for file in files.list_files(folder):
             self.last = file
-            self._sizes[file.path] = file.path.stat().st_size
+            self._kept[file] = file.path.stat().st_size
 
     def choose_ids(self, groups: Sequence[Group]) -> list[RolloutId]:
         """Return the scored rollouts whose tokens are recorded."""
@@ -123,9 +124,9 @@ class Ledger:
         """Write the file of a step, of which the turns are known, as `append` does."""
         # A run goes on without its proof rather than ending for a full disk.
         with warn_unwritten(self.folder):
-            # Before the file is written, which says what the first one is.
-            self._remove_oldest()
-            first = min([step, *(file.step for file in files.list_files(self.folder))])
+            too_old = self._choose_oldest()
+            kept = (file.step for file in self._kept if file not in too_old)
+            first = min([step, *kept])
             facts = {
                 **facts,
                 "previous": "" if self.last is None else self.last.digest,
@@ -134,15 +135,24 @@ class Ledger:
             }
             table = columns.make_table(optional=optional)
             self.last = files.write(self.folder, table, step=step, facts=facts)
-            self._sizes[self.last.path] = self.last.path.stat().st_size
+            self._kept[self.last] = self.last.path.stat().st_size
+            # After the file that says what the first one is: a run may be killed between the two,
+            # and only then the ledger begins earlier than its last file says.
+            for file in too_old:
+                file.path.unlink(missing_ok=True)
+                del self._kept[file]
 
-    def _remove_oldest(self) -> None:
-        most = self.config.max_gigabytes * 1e9
+    def _choose_oldest(self) -> list[LedgerFile]:
+        """Return the files that there is no room for, the newest apart."""
+        size, most = sum(self._kept.values()), self.config.max_gigabytes * 1e9
+        too_old: list[LedgerFile] = []
         # The newest stays in any case: the next one has its digest.
-        while sum(self._sizes.values()) > most and len(self._sizes) > 1:
-            oldest = next(iter(self._sizes))
-            del self._sizes[oldest]
-            oldest.unlink(missing_ok=True)
+        for file in [*self._kept][:-1]:
+            if size <= most:
+                break
+            size -= self._kept[file]
+            too_old.append(file)
+        return too_old
 
 
 def cut_back(folder: Path, *, step: int | None) -> None:
@@ -153,19 +163,13 @@ def cut_back(folder: Path, *, step: int | None) -> None:
     if step is None:
         if folder.is_dir() and any(folder.iterdir()):
             old = folder.with_name(f"{folder.name}{OLD_SUFFIX}")
-            _remove_folder(old)
+            if old.is_dir():
+                shutil.rmtree(old)
             folder.replace(old)
         return
     for file in files.list_files(folder):
         if file.step > step:
             file.path.unlink()
-
-
-def _remove_folder(folder: Path) -> None:
-    if folder.is_dir():
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
 
 
 def is_chosen(number: int, *, share: float) -> bool:

@@ -631,3 +631,32 @@ def test_oldest_steps_are_removed_beyond_the_largest_size(tmp_path):
     checked = check_run(tmp_path)
     assert checked.violation is None
     assert "older steps were removed" in checked.notes[0]
+
+
+def test_run_that_is_killed_while_old_steps_are_removed_closes(tmp_path, monkeypatch):
+    config = LedgerConfig(enable=True, max_gigabytes=20_000 / 1e9)
+    write = files.write
+
+    def fail(folder, table, *, step, facts):
+        if step == 3:
+            raise KeyboardInterrupt
+        return write(folder, table, step=step, facts=facts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write", fail)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "before", Honest(reply=half_right), ledger=config)
+    assert check_run(tmp_path / "before").violation is None
+
+    # Or when the new file is there, and the old one too.
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
+    train(tmp_path / "after", Honest(reply=half_right), ledger=config)
+    assert len(files.list_files(tmp_path / "after/ledger")) == 3
+    assert check_run(tmp_path / "after").violation is None
+
+
+def test_ledger_of_an_earlier_run_goes_with_what_else_is_in_its_folder(tmp_path):
+    for _ in range(2):
+        (tmp_path / "ledger/.ipynb_checkpoints").mkdir(parents=True)
+        cut_back(tmp_path / "ledger", step=None)
+    assert not (tmp_path / "ledger").exists()
