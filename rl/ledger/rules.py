@@ -334,6 +334,15 @@ def check_minibatches(step: LedgerStep, checked: Checked) -> Iterator[Found]:
         return
     width = step.settings["groups_per_batch"] // step.settings["num_minibatches"]
     numbers_N = step.turns["minibatch"]
+    num, num_told = len(np.unique(numbers_N[numbers_N >= 0])), len(step.facts["minibatches"])
+    if num != num_told:
+        yield Found(
+            rule="minibatch",
+            place=WHOLE_STEP,
+            what="number of minibatches of which the trainer says sums",
+            expected=num,
+            found=num_told,
+        )
     parts_N = step.turns["group"] // width
     # Parts without a sample are no minibatches.
     expected_N = np.searchsorted(np.unique(parts_N[numbers_N >= 0]), parts_N)

@@ -265,6 +265,10 @@ def repeat_in_step(facts: dict[str, Any]) -> None:
     facts["groups"][0]["number"] = facts["groups"][1]["number"]
 
 
+def forget_minibatch(facts: dict[str, Any]) -> None:
+    facts["minibatches"].pop()
+
+
 def make_younger(facts: dict[str, Any]) -> None:
     facts["steps_of_versions"] |= {"2": 2}
 
@@ -355,6 +359,10 @@ def remove(number: int) -> Callable[[Path], None]:
         (
             lambda folder: rewrite(folder, repeat_in_step),
             "step 3: problem number 9: expected in one step, once, found again",
+        ),
+        (
+            lambda folder: rewrite(folder, forget_minibatch),
+            "step 3: number of minibatches of which the trainer says sums: expected 2, found 1",
         ),
         (
             lambda folder: rewrite(folder, make_younger),
