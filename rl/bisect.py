@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rl.ledger.check import find_ledger
 from rl.ledger.compare import compare_ledgers
-from rl.ledger.files import LedgerError
+from rl.ledger.files import FOREIGN, LedgerError
 from rl.utils.printing import print_error, print_text
 
 
@@ -34,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except OSError as error:
         print_error(f"error: {error.filename}: {error.strerror or error}")
+        return 2
+    except FOREIGN as error:
+        print_error(
+            f"error: not as a run writes it (python -m rl.ledger names the file): {error!r}"
+        )
         return 2
     print_text(f"{compared.num_steps} steps are equal, bit for bit")
     if compared.parting is None:

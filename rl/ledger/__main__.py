@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rl.config.json import read_json
 from rl.ledger.check import check_run, find_ledger
-from rl.ledger.files import TINKER, list_files, read
+from rl.ledger.files import FOREIGN, TINKER, LedgerError, list_files, read
 from rl.ledger.findings import Checked
 from rl.ledger.show import read_step, show_episode
 from rl.ledger.tinker_rules import describe_facts
@@ -136,9 +136,16 @@ def describe_replay(step: int, replayed: Replayed, regraded: Regraded) -> str:
 def _print_episode(folder: Path, step: str, problem: str, sample: str) -> int:
     if not (step.isdecimal() and sample.isdecimal()):
         raise ValueError(f"--show {step} {problem} {sample}: STEP and SAMPLE must be numbers")
-    recorded = read_step(find_ledger(folder), step=int(step))
-    for line in show_episode(recorded, problem=problem, sample=int(sample)):
-        print_text(line)
+    ledger = find_ledger(folder)
+    try:
+        recorded = read_step(ledger, step=int(step))
+        for line in show_episode(recorded, problem=problem, sample=int(sample)):
+            print_text(line)
+    except LedgerError:
+        raise
+    except FOREIGN as error:
+        found = f"{type(error).__name__}: {error}"
+        raise LedgerError(f"step {step} of {ledger} is not as a run writes it: {found}") from None
     return 0
 
 

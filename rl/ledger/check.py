@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rl.config.json import get_value_at
-from rl.ledger.files import TINKER, LedgerError, LedgerFile, list_files, read
+from rl.ledger.files import FOREIGN, TINKER, LedgerError, LedgerFile, list_files, read
 from rl.ledger.findings import Checked, Violation
 from rl.ledger.rules import RULES
 from rl.ledger.step import LedgerStep
@@ -125,7 +125,7 @@ def _check_files(folder: Path, checked: Checked) -> None:
             step = LedgerStep(read(file))
             checked.violations += _check_place(step, file, checked)
             violation = _check_step(step, checked)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, *FOREIGN) as error:
             checked.violations.append(_describe_damage(file, error))
             checked.forget_before()
             # Its name has the digest that the next file has to have.

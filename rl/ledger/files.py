@@ -38,6 +38,12 @@ class LedgerError(ValueError):
     """A ledger that cannot be read."""
 
 
+FOREIGN = (
+    ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ImportError, RuntimeError,
+)  # fmt: skip
+"""Errors of reading a file that is whole, as its name says, but not as a run writes it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerFile:
     """A file of a ledger, by its name."""

@@ -24,6 +24,7 @@ import torch
 from configs import sum_digits
 from losses.policy import GRPOLoss
 from losses.types import Loss, LossInputs, uses_proximal_logprobs
+from rl.bisect import main as bisect
 from rl.config.json import name_code, to_dict
 from rl.ledger import files, writer
 from rl.ledger.__main__ import main
@@ -518,6 +519,21 @@ def test_command_of_a_linked_rollout_prints_its_tokens(closed, capsys):
 def test_episode_that_is_not_there_is_named(closed, capsys, words, says):
     assert main([str(closed), "--show", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_file_that_is_not_as_a_run_writes_it_is_an_error_of_one_line(closed, tmp_path, capsys):
+    folder = shutil.copytree(closed, tmp_path / "run")
+    rewrite(folder, lambda facts: facts["settings"].update(num_minibatches=0))
+    assert "as a run writes it, found ZeroDivisionError" in find(folder)
+    rewrite(folder, lambda facts: facts["settings"]["loss"].update({"class": "losses.no.Loss"}))
+    rewrite(folder, lambda facts: facts["settings"].update(num_minibatches=2))
+    assert "as a run writes it, found ModuleNotFoundError" in find(folder)
+    rewrite(folder, lambda facts: facts.pop("groups"))
+    show = [str(folder), "--show", "3", "p", "0"]
+    for program, words in ((main, show), (bisect, [str(closed), str(folder)])):
+        assert program(words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "not as a run writes it" in line
 
 
 def test_folder_without_a_ledger_says_how_to_have_one(closed, tmp_path, capsys):
