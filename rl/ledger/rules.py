@@ -220,7 +220,7 @@ def check_masks(step: LedgerStep, checked: Checked) -> Iterator[Found]:
     differs_T = mask_T != expected_T
     if settings["max_sample_tokens"] is not None:
         # A sample above the limit is cut or left out.
-        differs_T &= mask_T != TOO_LONG
+        differs_T &= ~_find_too_long(step, limit=settings["max_sample_tokens"])
     for t in np.flatnonzero(differs_T):
         yield Found(
             rule="mask",
@@ -229,6 +229,23 @@ def check_masks(step: LedgerStep, checked: Checked) -> Iterator[Found]:
             expected=REASONS[expected_T[t]],
             found=REASONS[mask_T[t]],
         )
+
+
+def _find_too_long(step: LedgerStep, *, limit: int) -> np.ndarray:
+    """Return [T], True for tokens that are called too long, of samples that are."""
+    is_called_T = step.tokens["mask"] == TOO_LONG
+    names = [step.turns[name].tolist() for name in ("group", "member", "row")]
+    samples = [*zip(*names, strict=True)]
+    called = {samples[n] for n in np.unique(step.turn_of_token[is_called_T])}
+    lengths: dict[tuple[int, ...], int] = {}
+    for n, sample in enumerate(samples):
+        if sample in called:
+            # The last turn of a sample has read all others.
+            length = len(step.read_context(n)) + int(step.starts[n + 1] - step.starts[n])
+            lengths[sample] = max(length, lengths.get(sample, 0))
+    is_long_N = np.array([lengths.get(sample, 0) > limit for sample in samples], dtype=bool)
+    is_long_T: np.ndarray = is_called_T & is_long_N[step.turn_of_token]
+    return is_long_T
 
 
 def check_trained(step: LedgerStep, checked: Checked) -> Iterator[Found]:

@@ -34,6 +34,7 @@ from rl.ledger.findings import Checked
 from rl.ledger.rules import check_problems
 from rl.ledger.sealing import seal
 from rl.ledger.writer import Ledger, cut_back
+from rl.loop import batch
 from rl.loop.ledger import StepLedger
 from rl.observability.recorder import Recorder, RecorderConfig
 from rl.reporting.data import read_run
@@ -684,3 +685,16 @@ def test_ledger_of_an_earlier_run_goes_with_what_else_is_in_its_folder(tmp_path)
         (tmp_path / "ledger/.ipynb_checkpoints").mkdir(parents=True)
         cut_back(tmp_path / "ledger", step=None)
     assert not (tmp_path / "ledger").exists()
+
+
+def test_sample_that_was_left_out_without_being_too_long_is_named(tmp_path, monkeypatch):
+    limit_lengths = batch._limit_lengths
+
+    def lose_first(samples, **options):
+        kept, counts = limit_lengths(samples, **options)
+        return {name: sample for name, sample in kept.items() if name != (0, 0)}, counts
+
+    monkeypatch.setattr(batch, "_limit_lengths", lose_first)
+    train(tmp_path, Honest(reply=half_right), max_sample_tokens=90, long_samples="drop")
+    found = find(tmp_path)
+    assert "sample 0, turn 0, token 0: the token's place in the training: expected train" in found
