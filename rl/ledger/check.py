@@ -43,7 +43,7 @@ def find_ledger(run: Path) -> Path:
             "of these"
         )
     # Without a folder the run may have had no ledger, or none yet.
-    if folder.exists() or _is_enabled(run):
+    if folder.exists() or _is_enabled(run) is True:
         raise LedgerError(
             f"{folder} has no file of a step: the run has done none, or they were removed"
         )
@@ -52,12 +52,12 @@ def find_ledger(run: Path) -> Path:
     )
 
 
-def _is_enabled(run: Path) -> bool:
-    """Return whether a run's config has the ledger enabled, as far as it can be read."""
+def _is_enabled(run: Path) -> bool | None:
+    """Return whether a run's config has the ledger enabled; None if it cannot be read."""
     with suppress(OSError, ValueError):
-        values = read_json_object(run / CONFIG).get("values", {})
-        return get_value_at(values, "ledger.enable", False) is True
-    return False
+        enabled = get_value_at(read_json_object(run / CONFIG).get("values", {}), "ledger.enable")
+        return enabled if isinstance(enabled, bool) else None
+    return None
 
 
 def check_run(run: Path) -> Checked:
@@ -107,6 +107,8 @@ def _check_end(run: Path, checked: Checked) -> Iterator[Violation]:
             f"step {max(steps)}, the last one in {METRICS}: its file is not there; the run goes on "
             "or was killed"
         )
+    elif num_missing > 0 and _is_enabled(run) is False:
+        checked.note(f"steps after {checked.previous.step}: the ledger was turned off then")
     elif num_missing > 0:
         yield Violation(
             step=checked.previous.step + 1,

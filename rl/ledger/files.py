@@ -105,7 +105,8 @@ def write(folder: Path, table: Any, *, step: int, facts: Mapping[str, Any]) -> L
     import pyarrow.parquet as pq
 
     # Strict JSON, which any program can read.
-    text = json.dumps({"version": VERSION, "step": step, **facts}, allow_nan=False)
+    # A loss may be infinite, which is no reason to end a run: the check names it.
+    text = json.dumps({"version": VERSION, "step": step, **facts})
     table = table.replace_schema_metadata({METADATA: text.encode()})
     floats = [name for name in table.column_names if name in (*FLOATS, *OPTIONAL, GIVEN)]
     # Bytes of floats in streams of their own compress by a fifth more than floats in a row do.

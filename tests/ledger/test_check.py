@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -399,6 +400,15 @@ def test_last_step_of_a_run_that_was_killed_may_be_missing_and_is_told(closed, t
     assert checked.notes[0].startswith("step 3, the last one in metrics.jsonl: its file is not")
     remove(1)(folder)
     assert "step 2: the ledger ends before" in str(check_run(folder).violation)
+    (folder / "config.json").write_text('{"values": {"ledger": {"enable": false}}}')
+    checked = check_run(folder)
+    assert (checked.violation, checked.notes[0][:14]) == (None, "steps after 1:")
+
+
+def test_loss_that_is_not_finite_does_not_end_the_run(tmp_path):
+    policy = Honest(reply=half_right)
+    policy.edit_result = lambda result: replace(result, loss_sum=math.inf)
+    assert "found inf" in find(train(tmp_path, policy))
 
 
 def swap_for_folder(folder: Path) -> None:
