@@ -45,7 +45,8 @@ def find_ledger(run: Path) -> Path:
     # Without a folder the run may have had no ledger, or none yet.
     if folder.exists() or _is_enabled(run) is True:
         raise LedgerError(
-            f"{folder} has no file of a step: the run has done none, or they were removed"
+            f"{folder} has no file of a step: the run has done none, its loop is a script's own, "
+            "which writes no ledger, or the files were removed"
         )
     raise LedgerError(
         f"{run} has no ledger: run with --ledger.enable True (ledger.enable in the config)"

@@ -558,8 +558,8 @@ def test_folder_without_a_ledger_says_how_to_have_one(closed, tmp_path, capsys):
         tmp_path: "--ledger.enable True",
         tmp_path / "nowhere": "is not a folder",
         tmp_path / "run": "run/ledger is not a folder",
-        tmp_path / "empty": "the run has done none, or they were removed",
-        tmp_path / "enabled": "the run has done none, or they were removed",
+        tmp_path / "empty": "the run has done none, its loop is a script",
+        tmp_path / "enabled": "the run has done none, its loop is a script",
         closed / "ledger": f"give the folder of its run, {closed}",
     }.items():
         assert main([str(folder)]) == 2

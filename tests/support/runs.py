@@ -163,4 +163,3 @@ def check_ledger(run: FinishedRun) -> None:
     if list_files(run.folder / LEDGER):
         checked = check_run(run.folder)
         assert checked.violation is None, f"{checked.violation}\n{run.output}"
-        assert run.status != 0 or checked.notes == []
