@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,7 +153,8 @@ def read(file: LedgerFile) -> StepRecord:
             f"{file.path.name}: its content has the digest {found}: it was edited or cut off"
         )
     try:
-        table = pq.read_table(pa.BufferReader(content))
+        # Threads of Arrow abort a process that ends while they still start; `read_table` has some.
+        table = pq.ParquetFile(pa.BufferReader(content)).read(use_threads=False)
         facts = json.loads(table.schema.metadata[METADATA])
     except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise LedgerError(f"{file.path.name} is no file of a ledger: {error}") from None
@@ -173,8 +175,11 @@ def read_columns(file: LedgerFile, names: Sequence[str]) -> dict[str, list[Any]]
     import pyarrow.parquet as pq
 
     try:
+        # Mapped, because Arrow reads files of Python in a thread.
         with open_regular(file.path) as content:
-            table = pq.ParquetFile(content).read(columns=list(names))
+            mapped = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
+        columns = pq.ParquetFile(pa.BufferReader(mapped))
+        table = columns.read(columns=list(names), use_threads=False)
         return {name: table[name].to_pylist() for name in names}
     except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise LedgerError(f"it is no file of a ledger: {error}") from None

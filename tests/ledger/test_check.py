@@ -11,6 +11,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -403,6 +405,23 @@ def test_last_step_of_a_run_that_was_killed_may_be_missing_and_is_told(closed, t
     (folder / "config.json").write_text('{"values": {"ledger": {"enable": false}}}')
     checked = check_run(folder)
     assert (checked.violation, checked.notes[0][:14]) == (None, "steps after 1:")
+
+
+def test_reading_a_file_starts_no_thread_that_could_abort_the_end_of_the_process(closed):
+    program = """if True:
+        import os, sys
+        from pathlib import Path
+        import pyarrow.parquet
+        from rl.ledger.files import list_files, read, read_columns
+        before = len(os.listdir("/proc/self/task"))
+        for file in list_files(Path(sys.argv[1])):
+            read(file)
+            read_columns(file, ("group", "token_ids"))
+        print(len(os.listdir("/proc/self/task")) - before)
+    """
+    command = [sys.executable, "-c", program, str(closed / "ledger")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "0\n"
 
 
 def test_loss_that_is_not_finite_does_not_end_the_run(tmp_path):
