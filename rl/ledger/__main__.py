@@ -43,8 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", help="folder of the run, such as outputs/x")
-    parser.add_argument("--replay", type=int, metavar="STEP", help="train this step again")
-    parser.add_argument(
+    # Only one of them: each is another question.
+    question = parser.add_mutually_exclusive_group()
+    question.add_argument("--replay", type=int, metavar="STEP", help="train this step again")
+    question.add_argument(
         "--show", nargs=3, metavar=("STEP", "PROBLEM", "SAMPLE"), help="print an episode's tokens"
     )
     options = parser.parse_args(argv)

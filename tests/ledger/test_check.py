@@ -24,7 +24,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from configs import sum_digits
+from configs import agents, gsm8k, sum_digits
 from losses.policy import GRPOLoss
 from losses.types import Loss, LossInputs, uses_proximal_logprobs
 from rl.bisect import main as bisect
@@ -422,6 +422,17 @@ def test_reading_a_file_starts_no_thread_that_could_abort_the_end_of_the_process
     command = [sys.executable, "-c", program, str(closed / "ledger")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "0\n"
+
+
+def test_replay_and_show_are_not_asked_at_once(closed, capsys):
+    with pytest.raises(SystemExit):
+        main([str(closed), "--replay", "2", "--show", "1", "p", "0"])
+    assert "--show: not allowed with argument --replay" in capsys.readouterr().err
+
+
+def test_tiny_configs_write_a_whole_ledger():
+    tinies = [sum_digits.tiny(), sum_digits.tiny_fsdp2(), gsm8k.tiny(), agents.calculator_agent()]
+    assert {(c.ledger.enable, c.ledger.share) for c in tinies} == {(True, 1.0)}
 
 
 def test_loss_that_is_not_finite_does_not_end_the_run(tmp_path):
