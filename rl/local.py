@@ -45,7 +45,7 @@ from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.observability.spans import span
 from rl.training.engine import TrainingEngine
-from rl.training.models_by_id import TrainedModels, add_adapters
+from rl.training.models_by_id import TrainedModels
 from rl.types import RUN, Completion, PullResult, SamplingParams
 from rl.utils.threads import WorkerThread
 
@@ -125,7 +125,7 @@ class LocalBackend(EngineClient):
 
     def _make_model(self, lora: LoRA.Config | None) -> Decoder:
         """Return a model to sample from, whose parameters have no memory."""
-        spec, converters = add_adapters(self._spec, lora)
+        spec, converters = self._spec, () if lora is None else (lora,)
         with torch.device("meta"):
             model: Decoder = spec.model.build()
             make_batch_invariant(model, spec=spec, device=self._device)

@@ -37,8 +37,8 @@ def is_at_most_one_more(number: int, other: int) -> bool:
 
 
 def is_bit_exact(converter: Any) -> bool:
-    """Return whether the trainer's products are those of the plain weights."""
-    return bool(converter.owner.keeps_bits)
+    """Return whether the trainer's products are those of the generators."""
+    return bool(converter.keeps_bits)
 
 
 def is_whole_rows(num_tokens: int | None) -> bool:

@@ -15,11 +15,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -145,6 +146,23 @@ def get_model_runner(client: InprocClient) -> Any:
     """Return the object that owns the model, the batch, the sampler and the caches."""
     worker: Any = client.engine_core.model_executor.driver_worker.worker
     return worker.model_runner
+
+
+def call_before_forwards(
+    runner: Any, function: Callable[[Sequence[str], np.ndarray], None]
+) -> None:
+    """Call a function before each forward of requests.
+
+    It gets the requests' ids in the order of the batch, and the number of rows of each, [S] int64.
+    vLLM tells its models where the requests lie, but not which they are.
+    """
+    prepare = runner._prepare_inputs
+
+    def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        function(runner.input_batch.req_ids, num_scheduled_tokens)
+        return prepare(scheduler_output, num_scheduled_tokens)
+
+    runner._prepare_inputs = prepare_inputs
 
 
 def count_steps_ahead(client: InprocClient) -> int:

@@ -54,6 +54,11 @@ class GeneratorConfig(Configurable.Config):
     attend to old keys and values. "recompute": like "keep", but keys and values are computed again
     under the new weights. Costs one prefill of all running prompts and completions. A token's
     logprob is what its version gives for the whole sequence before it."""
+    max_lora_rank: int = 64
+    """Largest rank of the adapters that are served beside the weights."""
+    adapter_memory_gib: float = 1.0
+    """Largest number of GiB of each rank's adapters. Those that no request uses make room for
+    others, the one that was not used for longest first."""
     can_sleep: bool = False
     """Allow `sleep`. On a GPU, vLLM's allocator then owns weights and cache."""
     seed: int = 0
@@ -70,7 +75,8 @@ class GeneratorConfig(Configurable.Config):
     def __post_init__(self) -> None:
         check_bounds(self, "seed", at_least=0, below=2**32)
         check_bounds(self, "tensor_parallel_degree", "max_num_seqs", "num_threads", at_least=1)
-        check_bounds(self, "cpu_kv_cache_gib", "rank_timeout_s", above=0)
+        check_bounds(self, "cpu_kv_cache_gib", "rank_timeout_s", "adapter_memory_gib", above=0)
+        check_bounds(self, "max_lora_rank", at_least=1)
         check_bounds(self, "max_model_len", at_least=2)
         check_bounds(self, "gpu_memory_utilization", above=0, at_most=1)
         if self.max_num_batched_tokens < self.max_num_seqs:

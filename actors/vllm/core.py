@@ -7,7 +7,9 @@ text, logprob dictionaries and statistics. Here its core is driven directly, in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +24,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from actors.vllm.compat import (
     adapt_vllm,
+    call_before_forwards,
     count_steps_ahead,
     get_model_runner,
     make_client,
@@ -36,6 +39,10 @@ from rl.distributed.process_group import World
 from rl.distributed.sharding import local_tensor
 from rl.models.batch_invariant.probe import check_machine, has_equal_bits
 from rl.models.files.hf import read_hf_config
+from rl.models.lora import LoRA
+from rl.models.low_rank.bank import NONE, AdapterBank
+from rl.models.low_rank.layer import Factors
+from rl.models.low_rank.shapes import AdapterShapes
 from rl.models.spec import ModelSpec
 from rl.types import FinishReason
 from rl.utils.load import ComputeThreads
@@ -44,6 +51,18 @@ from rl.utils.processes import use_threads
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 START_TIMEOUT_S = 300
 """Longest time for all ranks to appear and load the model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Adapter:
+    """An adapter on its way into the engine."""
+
+    tensors: dict[str, Tensor]
+    """This rank's factors by the trainer's names, as `WeightStore.pull` fills them."""
+    factors: dict[str, Factors]
+    """The same by layer."""
+    num_bytes: int
+    """Memory that it will take."""
 
 
 class VLLMCore:
@@ -99,6 +118,14 @@ class VLLMCore:
         self._running: dict[int, Request] = {}
         self._num_updates = 0
 
+        self._adapters: dict[int, int] = {}
+        """Adapters of the requests that have one, which do not change while they run."""
+        self._newest_adapter: int | None = None
+        """Adapter of requests that ask for none; None: the weights alone."""
+        self._shapes: dict[str, AdapterShapes] = {}
+        """Shapes of adapters by their settings."""
+        call_before_forwards(runner, self._assign_adapters)
+
         self._caches: list[Tensor] = list(runner.kv_caches)
         self._cache_is_tainted = False
         """True after a request with NaN logprobs has written keys and values."""
@@ -121,7 +148,62 @@ class VLLMCore:
         parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return parameters | {name: self.model.get_buffer(name) for name in self._buffer_names}
 
+    # Adapters beside the weights
+
+    def prepare_adapter(self, lora: LoRA.Config) -> Adapter:
+        """Return an adapter with these settings to be filled; raise ValueError as `LoRA`."""
+        settings = repr(replace(lora, seed=0, initial_adapter=None))
+        if settings not in self._shapes:
+            self._shapes[settings] = AdapterShapes(
+                self._policy.spec, lora, mesh=self._policy.tp_mesh
+            )
+        weight = local_tensor(self.model.embed_tokens.weight)
+        tensors = self._shapes[settings].allocate(weight.dtype, device=weight.device)
+        factors = self._shapes[settings].read(tensors)
+        return Adapter(
+            tensors=tensors, factors=factors, num_bytes=self.adapters.count_bytes(factors)
+        )
+
+    @property
+    def adapters(self) -> AdapterBank:
+        """The adapters that are loaded."""
+        return self._policy.use_adapters()
+
+    def load_adapter(self, version: int, adapter: Adapter, *, is_newest: bool) -> None:
+        """Add an adapter between two steps; requests that run keep theirs."""
+        self.adapters.load(version, adapter.factors)
+        if is_newest:
+            self._newest_adapter = version
+            # They have no computed tokens, so they can begin with the new one.
+            for waiting in self._scheduler.waiting:
+                request = self._running[int(waiting.request_id)]
+                if request.adapter is None:
+                    self._adapters[request.id] = version
+                    self._salt(waiting, request.id)
+
+    def drop_adapter(self, version: int) -> None:
+        """Free an adapter that no request uses."""
+        users = [request for request, used in self._adapters.items() if used == version]
+        assert not users, f"requests {users} use adapter {version}"
+        self.adapters.drop(version)
+        if self._newest_adapter == version:
+            self._newest_adapter = None
+
+    def count_by_adapter(self) -> Counter[int]:
+        """Return the number of running and waiting requests of each adapter."""
+        return Counter(self._adapters.values())
+
+    def _assign_adapters(self, request_ids: Sequence[str], num_rows_S: np.ndarray) -> None:
+        if self._adapters:
+            versions = [self._adapters.get(int(request_id), NONE) for request_id in request_ids]
+            self._policy.assign_adapters(np.repeat(versions, num_rows_S))
+
     def add(self, request: Request) -> None:
+        version = self._newest_adapter if request.adapter is None else request.adapter
+        if version is not None and version not in self.adapters.versions:
+            raise ValueError(f"adapter {version} is not loaded")
+        if version is not None:
+            self._adapters[request.id] = version
         self._sampler.add(request)
         self._running[request.id] = request
         # A scored sequence takes one step, and its caller waits for it.
@@ -145,6 +227,7 @@ class VLLMCore:
         On a GPU vLLM begins the next step before it waits for this one.
         """
         drawn = Drawn()
+        adapters = self._adapters.copy()  # Requests that end in this step are forgotten below.
         with self._threads.work():
             outputs = self._client.get_output().outputs
         # After the output, whose wait also brings the logprobs of the step from the GPU.
@@ -165,6 +248,8 @@ class VLLMCore:
             if output.new_token_ids:
                 logprob = logprobs[output.request_id]
                 drawn.tokens.append((request_id, output.new_token_ids[0], logprob))
+                if request_id in adapters:
+                    drawn.adapters[request_id] = adapters[request_id]
                 if math.isnan(logprob):
                     drawn.diverged.add(request_id)
 
@@ -232,14 +317,16 @@ class VLLMCore:
     def _salt_waiting_requests(self) -> None:
         """Give waiting requests, which have no computed tokens, the new salt."""
         for waiting in self._scheduler.waiting:
-            waiting.cache_salt = self._salt
-            waiting.block_hashes = []
-            waiting.update_block_hashes()
+            self._salt(waiting, int(waiting.request_id))
 
-    @property
-    def _salt(self) -> str:
-        """Part of the hash of a request's blocks: no request finds blocks of earlier weights."""
-        return str(self._num_updates)
+    def _salt(self, waiting: Any, request_id: int) -> None:
+        waiting.cache_salt = self._get_salt(request_id)
+        waiting.block_hashes = []
+        waiting.update_block_hashes()
+
+    def _get_salt(self, request_id: int) -> str:
+        """Return part of the hash of a request's blocks: it finds none of other weights."""
+        return f"{self._num_updates} {self._adapters.get(request_id, NONE)}"
 
     def _enqueue(self, request: Request, *, first: bool) -> None:
         sampling = request.sampling
@@ -262,7 +349,7 @@ class VLLMCore:
                 # Used for vLLM's statistics only; it must be equal on all ranks.
                 arrival_time=0.0,
                 lora_request=None,
-                cache_salt=self._salt,
+                cache_salt=self._get_salt(request.id),
                 data_parallel_rank=None,
             )
         )
@@ -293,6 +380,7 @@ class VLLMCore:
 
     def _end(self, request_id: int) -> None:
         self._running.pop(request_id, None)
+        self._adapters.pop(request_id, None)
         self._sampler.remove(str(request_id))
 
 

@@ -23,6 +23,7 @@ import itertools
 import logging
 import os
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -33,10 +34,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.vllm.adapters import AdapterRoomError, AdapterShelf
 from actors.vllm.config import GeneratorConfig
 from actors.vllm.environment import ENVIRONMENT
 from actors.vllm.lockstep import EngineTurn, Lockstep
-from actors.vllm.pauses import Pause, Pauses
+from actors.vllm.pauses import Pause, PauseRequest, Pauses
 from actors.vllm.requests import (
     Begun,
     Drawn,
@@ -54,11 +56,13 @@ from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
 from rl.models.files.hf import read_hf_config
 from rl.models.files.tokenizer import open_tokenizer
+from rl.models.lora import LoRA
 from rl.models.sampling import End, spells_any
 from rl.models.spec import ModelSpec
 from rl.types import Completion, SamplingParams
 from rl.utils.processes import disable_collections
 from rl.utils.threads import WorkerThread
+from rl.weights.types import WeightMismatchError
 
 if TYPE_CHECKING:
     from actors.vllm.core import VLLMCore
@@ -108,7 +112,9 @@ class GeneratorEngine(Configurable):
                 f"processes: there are {self.world.size}"
             )
         self.policy_version: int | None = None
-        """Version of the weights in use; None while there are none."""
+        """Version of the weights in use, without adapters; None while there are none."""
+        self.base_id: int | None = None
+        """Checksum of the weights in use, for adapters that were trained beside them."""
         self._model_spec = model_spec
         self._hf_assets_path = hf_assets_path
         self._rng = random.Random(config.seed)
@@ -121,6 +127,7 @@ class GeneratorEngine(Configurable):
         self._task: asyncio.Task[None] | None = None
         self._drains = config.on_update == "drain"
         self._queue = Queue()
+        self._shelf = AdapterShelf(limit_bytes=int(config.adapter_memory_gib * 2**30))
         self._pauses = Pauses(self._queue.changed)
         self._closing = False
         self._failure: GeneratorError | None = None
@@ -153,6 +160,7 @@ class GeneratorEngine(Configurable):
         sampling: SamplingParams,
         call_id: str = "",
         begun: Begun | None = None,
+        adapter: int | None = None,
     ) -> list[list[Completion]]:
         """Return `sampling.num_samples` completions of each prompt ([T] int token ids), in order.
 
@@ -164,9 +172,12 @@ class GeneratorEngine(Configurable):
                 returned unchanged, the others continued: `max_tokens` counts the tokens they have.
                 With a seed, equal arguments and equal weights, they get the tokens that they would
                 have got without the abort.
+            adapter: version of the adapter to use; None for the newest weights when a request
+                begins. A request keeps its adapter to its end.
 
         Raises:
             ValueError: a prompt or a setting cannot be served, or `begun` does not fit them.
+            MissingAdapterError: the adapter is not loaded.
             GeneratorError: there are no weights, or the engine was closed or has failed.
         """
         self._check_serving()
@@ -178,6 +189,7 @@ class GeneratorEngine(Configurable):
         end = await self._build_stop_check(sampling.stop_texts)
         # After the wait for the tokenizer: the weights may have become invalid meanwhile.
         self._check_weights()
+        self._use_adapter(adapter)
         samples = make_completion_samples(
             prompts,
             sampling,
@@ -186,6 +198,7 @@ class GeneratorEngine(Configurable):
             call_id=call_id,
             begun=begun,
             end=end,
+            adapter=adapter,
         )
         completions = await self._queue.submit(samples)
 
@@ -202,7 +215,9 @@ class GeneratorEngine(Configurable):
         self._check_serving()
         return self._queue.abort(call_ids)
 
-    async def compute_logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    async def compute_logprobs(
+        self, sequences: Sequence[np.ndarray], *, adapter: int | None = None
+    ) -> list[np.ndarray]:
         """Return each sequence's logprobs at temperature 1, [T] float32 nats for [T] token ids.
 
         Entry 0 is 0. Sequences are scored beside running requests and before waiting ones; all
@@ -210,6 +225,7 @@ class GeneratorEngine(Configurable):
 
         Raises:
             ValueError: a sequence is empty, too long, or has a token id out of range.
+            MissingAdapterError: the adapter is not loaded.
             GeneratorError: there are no weights, or the engine was closed or has failed.
         """
         self._check_serving()
@@ -219,10 +235,16 @@ class GeneratorEngine(Configurable):
         if self.world.rank != 0 or not sequences:
             return []
         self._check_weights()
-        return await self._queue.submit(make_scoring_samples(sequences, ids=self._ids))
+        self._use_adapter(adapter)
+        samples = make_scoring_samples(sequences, ids=self._ids, adapter=adapter)
+        return await self._queue.submit(samples)
 
     async def update_weights(
-        self, write: Callable[[dict[str, Tensor]], Awaitable[T]], *, version: int
+        self,
+        write: Callable[[dict[str, Tensor]], Awaitable[T]],
+        *,
+        version: int,
+        base_id: int | None = None,
     ) -> T:
         """Let `write` overwrite `model_state_dict()` in place with the weights of `version`.
 
@@ -237,8 +259,70 @@ class GeneratorEngine(Configurable):
             GeneratorError: another rank failed to write, or the engine was closed or has failed.
             Exception: the error of `write`.
         """
+        self.base_id = None
         async with self._pause(Pause(version=version)):
-            return await write(self.model_state_dict())
+            written = await write(self.model_state_dict())
+        self.base_id = base_id
+        return written
+
+    async def load_adapter(
+        self,
+        write: Callable[[dict[str, Tensor]], Awaitable[T]],
+        *,
+        version: int,
+        lora: LoRA.Config,
+        base_id: int | None,
+        is_newest: bool = True,
+    ) -> T:
+        """Let `write` fill the factors of an adapter, and add it beside the weights.
+
+        Call it on every rank. The factors are written while the engine computes; only then all
+        ranks add the adapter between two steps. Requests that run go on with what they have, and
+        new ones get it: those that name it, and with `is_newest` those that name none. After a
+        failure nothing has changed.
+
+        Raises:
+            ValueError: the engine is not sized for such an adapter.
+            WeightMismatchError: it was trained beside other weights, or there is none of its name.
+            AdapterRoomError: it does not fit beside those that requests use.
+            GeneratorError: another rank failed, or the engine was closed or has failed.
+        """
+        self._check_serving()
+        if lora.rank > self.config.max_lora_rank:
+            raise ValueError(
+                f"adapter {version} has rank {lora.rank}: must be at most "
+                f"generator.max_lora_rank={self.config.max_lora_rank}"
+            )
+        if base_id != self.base_id:
+            raise WeightMismatchError(
+                f"adapter {version} was trained beside other weights (checksum {base_id}) than "
+                f"those that are served ({self.base_id}): must be of the same base"
+            )
+        assert self._thread is not None
+        adapter = await self._thread.run(self._core.prepare_adapter, lora)
+        failure: Exception | None = None
+        try:
+            written = await write(adapter.tensors)
+        except Exception as error:  # noqa: BLE001  (raised in the pause, which all ranks await)
+            failure = error
+        pause = Pause(adapter=version)
+        async with self._pauses.add(pause, num_bytes=adapter.num_bytes).use_engine():
+            if failure is not None:
+                raise failure
+            load = partial(self._core.load_adapter, version, adapter, is_newest=is_newest)
+            await self._thread.run(load)
+            self._shelf.add(version, num_bytes=adapter.num_bytes, is_newest=is_newest)
+        return written
+
+    def give_up_adapters(self, versions: Sequence[int]) -> None:
+        """Free adapters as soon as no request uses them; unknown ones are ignored."""
+        for version in versions:
+            self._shelf.give_up(version)
+        self._queue.changed.set()
+
+    def _use_adapter(self, version: int | None) -> None:
+        if version is not None:
+            self._shelf.use(version)
 
     async def sleep(self) -> None:
         """Give back the memory of weights and key-value cache until `wake`, for a shared device.
@@ -329,7 +413,7 @@ class GeneratorEngine(Configurable):
                     assert self.policy_version is not None
                     self._queue.deliver(drawn, self.policy_version)
                 if turn.pause is not None:
-                    await self._run_pause(turn.pause, thread)
+                    await self._run_pause(turn.pause, thread, refusal=turn.refusal)
                 if turn.stop:
                     break
 
@@ -359,16 +443,20 @@ class GeneratorEngine(Configurable):
             self._queue.changed.clear()
             aborted = self._queue.take_aborted()
 
-            pause = self._pauses.choose_next()
-            if pause is not None:
+            asked = self._pauses.choose_next()
+            if asked is not None:
+                pause = asked.pause
                 # Under drain, and before a sleep, running requests finish first.
-                if self._core.has_requests and (self._drains or pause.version is None):
+                waits = pause.adapter is None and (self._drains or pause.version is None)
+                if self._core.has_requests and waits:
                     return EngineTurn(abort=aborted, step=True)
-                return EngineTurn(abort=aborted, pause=pause)
+                return self._begin_pause(asked, aborted)
 
+            drop = self._shelf.take_unwanted(self._count_users())
             new_requests = self._queue.take_waiting()
-            if new_requests or aborted or self._core.has_requests:
-                return EngineTurn(admit=new_requests, abort=aborted, step=True)
+            if new_requests or aborted or drop or self._core.has_requests:
+                step = bool(new_requests) or self._core.has_requests
+                return EngineTurn(admit=new_requests, abort=aborted, drop=drop, step=step)
 
             try:
                 async with asyncio.timeout(self._lockstep.idle_turn_s):
@@ -377,6 +465,20 @@ class GeneratorEngine(Configurable):
                 return EngineTurn()  # Tells the other ranks that this rank lives.
 
         return EngineTurn(stop=True)
+
+    def _begin_pause(self, asked: PauseRequest, aborted: tuple[int, ...]) -> EngineTurn:
+        """Return the turn that begins a pause; one for an adapter makes room for it, if it can."""
+        pause, drop, refusal = asked.pause, (), None
+        if pause.adapter is not None:
+            try:
+                drop = self._shelf.make_room(pause.adapter, asked.num_bytes, self._count_users())
+            except AdapterRoomError as error:
+                refusal = str(error)
+        return EngineTurn(abort=aborted, drop=drop, pause=pause, refusal=refusal)
+
+    def _count_users(self) -> Counter[int]:
+        """Return the number of requests of each adapter, waiting or running."""
+        return self._queue.count_by_adapter() + self._core.count_by_adapter()
 
     def _may_gather(self) -> bool:
         """Return whether only completions wait that the engine could begin, and not enough."""
@@ -397,23 +499,34 @@ class GeneratorEngine(Configurable):
         elif turn.pause is not None:
             # Tokens of a step that vLLM has begun ahead belong to the weights before the pause.
             drawn = self._core.finish_step_ahead()
+        for version in turn.drop:
+            self._core.drop_adapter(version)
 
         if drawn is not None:
             self._lockstep.record(drawn)
         return turn, drawn
 
-    async def _run_pause(self, pause: Pause, thread: WorkerThread) -> None:
+    async def _run_pause(self, pause: Pause, thread: WorkerThread, *, refusal: str | None) -> None:
         """Let this rank's caller change the engine, and agree with all ranks that it is changed."""
         request = await self._pauses.wait_for_request(
             pause, rank=self._lockstep.rank, timeout_s=self._lockstep.timeout_s
         )
 
-        # Until all ranks agree, the weights belong to no version.
-        self.policy_version = None
+        if refusal is not None:
+            self._pauses.remove(request)
+            request.fail(AdapterRoomError(refusal))
+            return
+
+        if pause.adapter is None:
+            # Until all ranks agree, the weights belong to no version.
+            self.policy_version = None
         changed = await request.let_caller_change()
         everywhere = await thread.run(self._end_pause, pause, changed)
 
-        if not everywhere:
+        if pause.adapter is not None:
+            if changed and not everywhere:
+                self._shelf.clear_one(pause.adapter)
+        elif not everywhere:
             self._queue.fail(GeneratorError(f"{pause} failed"))
         elif pause.version is None:
             self._queue.fail(GeneratorError("the generator went to sleep"))
@@ -427,6 +540,10 @@ class GeneratorEngine(Configurable):
     def _end_pause(self, pause: Pause, changed: bool) -> bool:
         """Return whether all ranks succeeded, and prepare the engine for the next step."""
         everywhere = self._lockstep.all_agree(changed)
+        if pause.adapter is not None:
+            if changed and not everywhere:
+                self._core.drop_adapter(pause.adapter)
+            return everywhere
         if not everywhere:
             self._core.abort_all()
         # Also after a failure: some weights may be written, and their old cache must not stay.

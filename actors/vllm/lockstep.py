@@ -40,7 +40,11 @@ class EngineTurn:
     """Ids of requests to end as they are."""
     step: bool = False
     """True to make an engine step."""
+    drop: tuple[int, ...] = ()
+    """Adapters to free, after the step."""
     pause: Pause | None = None
+    refusal: str | None = None
+    """Why the pause is refused to its callers."""
     stop: bool = False
     """True in the last turn."""
 

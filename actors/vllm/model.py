@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,7 +38,12 @@ from rl.models.decoder import Attention as DecoderAttention
 from rl.models.decoder import find_persistent_buffers, reset_buffers
 from rl.models.files.hf import read_hf_config
 from rl.models.layers.attention import SequenceLayout
-from rl.models.parallelize import gather_logits, parallelize_decoder_generator
+from rl.models.low_rank.bank import HEAD, NONE, AdapterBank
+from rl.models.parallelize import (
+    ShardedLinear,
+    gather_parts,
+    parallelize_decoder_generator,
+)
 from rl.models.spec import ModelSpec
 
 
@@ -84,11 +90,12 @@ class VLLMPolicy(nn.Module):
             # The trainer's buffers only: vLLM's attention adds its own.
             self.buffer_names = tuple(find_persistent_buffers(config.build()))
 
+        self.tp_mesh: DeviceMesh | None = None
         if tp_size > 1:
-            mesh = DeviceMesh.from_group(
+            self.tp_mesh = DeviceMesh.from_group(
                 get_tp_group().device_group, device.type, mesh_dim_names=("tp",)
             )
-            parallelize_decoder_generator(self.model, mesh)
+            parallelize_decoder_generator(self.model, self.tp_mesh)
 
         make_batch_invariant(self.model, spec=self.spec, device=device)
         self.model.float32_head = self.spec.float32_head
@@ -96,6 +103,10 @@ class VLLMPolicy(nn.Module):
         reset_buffers(self.model)
         self.model.requires_grad_(False)
 
+        self.bank: AdapterBank | None = None
+        """Adapters beside the weights; None until the first one comes."""
+        self._versions_T: np.ndarray | None = None
+        """Versions of the next step's rows."""
         self.head: nn.Module | None = None
         self.shares_logits = False
         """True if ranks exchange their parts of the logits with vLLM's collective."""
@@ -119,6 +130,25 @@ class VLLMPolicy(nn.Module):
     def _list_packed_layers(self) -> list[PackedLinear]:
         return [layer for layer in self.modules() if isinstance(layer, PackedLinear)]
 
+    def use_adapters(self) -> AdapterBank:
+        """Return the adapters beside the weights; the first call attaches them to the layers."""
+        if self.bank is None:
+            layers: dict[str, nn.Module] = {}
+            for name, layer in self.model.named_modules():
+                if isinstance(layer, nn.Linear | PackedLinear | ShardedLinear) and name != HEAD:
+                    layers[name] = layer
+            dtype = self.model.embed_tokens.weight.dtype
+            has_head = self.model.lm_head is not None
+            head_dtype = torch.float32 if self.spec.float32_head else dtype
+            self.bank = AdapterBank(
+                layers, dtype=dtype, head_dtype=head_dtype if has_head else None
+            )
+        return self.bank
+
+    def assign_adapters(self, versions_T: np.ndarray) -> None:
+        """Give each row of the next step the adapter of this version, or NONE."""
+        self._versions_T = versions_T
+
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_tokens(input_ids)
 
@@ -129,28 +159,49 @@ class VLLMPolicy(nn.Module):
         intermediate_tensors: None = None,
         inputs_embeds: None = None,
     ) -> Tensor:
-        """Return the final hidden states [T, E]."""
-        input_ids, positions = self.rows.begin_step(input_ids, positions)
+        """Return the final hidden states [T, E], with adapters [T, E + columns of the version]."""
+        # Taken, so that a forward that measures memory has none.
+        versions_T, self._versions_T = self._versions_T, None
+        if versions_T is not None:
+            padding = len(input_ids) - len(versions_T)
+            versions_T = np.pad(versions_T, (0, padding), constant_values=NONE)
+        input_ids, positions = self.rows.begin_step(input_ids, positions, versions_T)
+        if self.bank is not None:
+            none_T = np.full(len(input_ids), NONE)
+            self.bank.begin(none_T if versions_T is None else self.rows.keep_array(versions_T))
         if self.pads_rows:
             num_rows = input_ids.size(0)
             hidden = self.model(pad_rows(input_ids), positions=pad_rows(positions))[:num_rows]
         else:
             hidden = self.model(input_ids, positions=positions)
-        return self.rows.spread(hidden)
+        hidden = self.rows.spread(hidden)
+        if self.bank is None or versions_T is None or not self.bank.has(HEAD):
+            return hidden
+        # vLLM selects rows before the head, whose adapter goes with them, as bits of two columns.
+        versions = torch.from_numpy(versions_T.astype(np.int32)).unsqueeze(1).view(hidden.dtype)
+        return torch.cat((hidden, versions), dim=1)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return logits [T, V] on every rank."""
+        width, num_rows = self.model.config.dim, hidden_states.size(0)
+        versions = hidden_states[:, width:]
+        hidden_TE = hidden_states[:, :width]
         if self.pads_rows:
-            num_rows = hidden_states.size(0)
-            return gather_logits(*self.model.prepare_head_inputs(pad_rows(hidden_states)))[
-                :num_rows
-            ]
+            hidden_TE = pad_rows(hidden_TE)
+        hidden_TE, weight_VE = self.model.prepare_head_inputs(hidden_TE)
+        assert isinstance(weight_VE, Tensor)
         if self.head is not None:
-            return self.head(hidden_states)
-        hidden_TE, weight_VE = self.model.prepare_head_inputs(hidden_states)
+            part_TV = self.head(hidden_TE)
+        else:
+            part_TV = F.linear(hidden_TE, local_tensor(weight_VE))
+        if versions.size(1):
+            assert self.bank is not None, "only its versions are in the columns"
+            tiles = self.bank.sort(versions.contiguous().view(torch.int32).squeeze(1).numpy())
+            if tiles is not None:
+                self.bank.add_tiles(HEAD, hidden_TE, part_TV, tiles)
         if self.shares_logits:
-            return tensor_model_parallel_all_gather(F.linear(hidden_TE, local_tensor(weight_VE)))
-        return gather_logits(hidden_TE, weight_VE)
+            return tensor_model_parallel_all_gather(part_TV)
+        return gather_parts(part_TV, weight_VE)[:num_rows]
 
 
 class PagedAttention(nn.Module):

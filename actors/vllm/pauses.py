@@ -33,16 +33,22 @@ from rl.observability.spans import span
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pause:
-    """Time between two steps in which every rank writes weights, falls asleep or wakes."""
+    """Time between two steps in which every rank writes weights, adds an adapter, falls asleep or
+    wakes.
+    """
 
     version: int | None = None
-    """Policy version of the weights that are written; None to sleep or wake."""
+    """Policy version of the weights that are written."""
+    adapter: int | None = None
+    """Version of an adapter that is added; running requests go on as they are."""
     asleep: bool = False
     """True to sleep; running requests finish first."""
 
     def __str__(self) -> str:
         if self.version is not None:
             return f"the update of the weights to version {self.version}"
+        if self.adapter is not None:
+            return f"the load of adapter {self.adapter}"
         return "sleep" if self.asleep else "wake"
 
 
@@ -52,8 +58,10 @@ class PauseRequest:
     The module's docstring shows the order of the steps.
     """
 
-    def __init__(self, pause: Pause) -> None:
+    def __init__(self, pause: Pause, *, num_bytes: int = 0) -> None:
+        """`num_bytes` is the memory that an adapter takes."""
         self.pause = pause
+        self.num_bytes = num_bytes
         loop = asyncio.get_running_loop()
         self._begun: asyncio.Future[None] = loop.create_future()
         """Done when no step runs; cancelled if the caller gave up before."""
@@ -124,21 +132,21 @@ class Pauses:
     def bring_weights(self) -> bool:
         return any(request.pause.version is not None for request in self._requests)
 
-    def add(self, pause: Pause) -> PauseRequest:
-        request = PauseRequest(pause)
+    def add(self, pause: Pause, *, num_bytes: int = 0) -> PauseRequest:
+        request = PauseRequest(pause, num_bytes=num_bytes)
         self._requests.append(request)
         self._changed.set()
         return request
 
-    def choose_next(self) -> Pause | None:
-        """Return the pause that rank 0 begins next, None if none is asked for."""
+    def choose_next(self) -> PauseRequest | None:
+        """Return the request for the pause that rank 0 begins next, None if there is none."""
         self._requests = [request for request in self._requests if not request.is_given_up]
 
         # Weights first, as they cannot be written once the engine sleeps.
         for request in self._requests:
             if request.pause.version is not None:
-                return request.pause
-        return self._requests[0].pause if self._requests else None
+                return request
+        return self._requests[0] if self._requests else None
 
     async def wait_for_request(self, pause: Pause, *, rank: int, timeout_s: float) -> PauseRequest:
         """Wait for this rank's request for the pause that rank 0 decided on, and return it."""

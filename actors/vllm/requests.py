@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,6 +55,8 @@ class Request:
     seed: int = 0
     num_begun: int = 0
     """Number of tokens at the end of `prompt` that belong to the completion."""
+    adapter: int | None = None
+    """Version of the adapter to use; None for the newest weights when it starts."""
     scored: int | None = None
     """Last token of a sequence to score: used in place of a drawn token, and the logprobs of
     `prompt` are returned too."""
@@ -65,6 +68,8 @@ class Drawn:
 
     tokens: list[tuple[int, int, float]] = field(default_factory=list)
     """Request id, token id and logprob in nats."""
+    adapters: dict[int, int] = field(default_factory=dict)
+    """Version of the adapter of each request with a token here, unless it has none."""
     finished: dict[int, FinishReason] = field(default_factory=dict)
     """Requests that end with this token."""
     prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
@@ -148,6 +153,11 @@ class Queue:
             self._drop(new_ids & self._samples.keys())
             raise
 
+    def count_by_adapter(self) -> Counter[int]:
+        """Return the number of requests by adapter that no engine has got yet."""
+        asked = (request.adapter for request in self._waiting)
+        return Counter(version for version in asked if version is not None)
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
@@ -193,7 +203,10 @@ class Queue:
         return len(ids)
 
     def deliver(self, drawn: Drawn, policy_version: int) -> None:
-        """Give tokens to their samples, and drop requests that end themselves or have failed."""
+        """Give tokens to their samples, and drop requests that end themselves or have failed.
+
+        `policy_version` is that of the weights, for requests without an adapter.
+        """
         # A step may still draw tokens for requests that were dropped since it began: they are
         # looked up, and not expected.
         samples = self._samples
@@ -206,7 +219,8 @@ class Queue:
         for request_id, token_id, logprob in drawn.tokens:
             sample = samples.get(request_id)
             if sample is not None:
-                sample.add(token_id, logprob, policy_version)
+                version = drawn.adapters.get(request_id, policy_version)
+                sample.add(token_id, logprob, version)
                 # The engine itself does not see this end.
                 if sample.end is not None and sample.end(sample.token_ids):
                     sample.finish("stop")
@@ -262,6 +276,7 @@ def make_completion_samples(
     call_id: str,
     begun: Begun | None,
     end: End | None = None,
+    adapter: int | None = None,
 ) -> list[Sample]:
     """Return a sample for each completion, in order.
 
@@ -283,6 +298,7 @@ def make_completion_samples(
                 sampling=sampling,
                 seed=request_seed,
                 num_begun=len(old.token_ids),
+                adapter=adapter,
             )
             sample = Sample(
                 request=request,
@@ -306,14 +322,22 @@ _NOTHING = Completion(
 )
 
 
-def make_scoring_samples(sequences: Sequence[np.ndarray], *, ids: Iterator[int]) -> list[Sample]:
+def make_scoring_samples(
+    sequences: Sequence[np.ndarray], *, ids: Iterator[int], adapter: int | None = None
+) -> list[Sample]:
     """Return a sample for each sequence; those of one token have their answer already."""
     samples = []
     for sequence in sequences:
         tokens = np.asarray(sequence, dtype=np.int32)
         # vLLM always draws a token. The last token takes its place, so that a sequence may have
         # `max_model_len` tokens.
-        request = Request(id=next(ids), prompt=tokens[:-1], max_tokens=1, scored=int(tokens[-1]))
+        request = Request(
+            id=next(ids),
+            prompt=tokens[:-1],
+            max_tokens=1,
+            scored=int(tokens[-1]),
+            adapter=adapter,
+        )
         samples.append(Sample(request=request))
         if len(tokens) == 1:
             samples[-1].answer.set_result(np.zeros(1, dtype=np.float32))

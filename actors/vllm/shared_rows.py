@@ -33,8 +33,13 @@ class SharedRows:
         self._places_T: Tensor | None = None
         """[T] int64 place of each row among the kept ones."""
 
-    def begin_step(self, input_ids_T: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids and positions, [U], of the rows that the layers have to compute."""
+    def begin_step(
+        self, input_ids_T: Tensor, positions_T: Tensor, versions_T: np.ndarray | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ids and positions, [U], of the rows that the layers have to compute.
+
+        `versions_T` are the rows' adapters, None if no row has one.
+        """
         self._kept_U = self._places_T = None
         by_layer = get_forward_context().attn_metadata
         # None while vLLM measures the memory of a forward.
@@ -49,6 +54,7 @@ class SharedRows:
             queries_S=metadata.query_start_loc.numpy(),
             tables=metadata.block_table.numpy(),
             block_size=self._block_size,
+            versions_T=versions_T,
         )
         kept_U, places_T = np.unique(equal_T, return_inverse=True)
         if len(kept_U) == len(equal_T):
@@ -60,6 +66,10 @@ class SharedRows:
     def spread(self, rows_U: Tensor) -> Tensor:
         """Return the rows of every request, [T, ...]; rows after the first U are left out."""
         return rows_U if self._places_T is None else _select(rows_U, self._places_T)
+
+    def keep_array(self, values_T: np.ndarray) -> np.ndarray:
+        """Return the values of the rows that differ, [U]."""
+        return values_T if self._kept_U is None else values_T[self._kept_U.numpy()]
 
     def keep(self, rows_T: Tensor) -> Tensor:
         """Return the rows that differ, [U, ...]."""
@@ -78,15 +88,17 @@ def find_equal_rows(
     queries_S: np.ndarray,
     tables: np.ndarray,
     block_size: int,
+    versions_T: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return [T] int64: for each row the first one with the same tokens up to and with its own.
 
     Args:
         queries_S: [S+1] offsets of the requests' rows.
         tables: [S, largest number of blocks], the cache blocks of each request in order.
+        versions_T: adapters of the rows; rows of different ones differ.
     """
     equal_T = np.arange(len(input_ids_T))
-    first_begins: dict[tuple[bytes, bytes], int] = {}
+    first_begins: dict[tuple[int, bytes, bytes], int] = {}
     offsets = queries_S.tolist()
     for request, (begin, end) in enumerate(pairwise(offsets)):
         position = int(positions_T[begin])
@@ -95,7 +107,8 @@ def find_equal_rows(
             continue
         # Blocks in common hold the keys and values of the same tokens.
         blocks = tables[request, : position // block_size]
-        key = blocks.tobytes(), input_ids_T[begin:end].tobytes()
+        version = 0 if versions_T is None else int(versions_T[begin])
+        key = version, blocks.tobytes(), input_ids_T[begin:end].tobytes()
         first = first_begins.setdefault(key, begin)
         equal_T[begin:end] = np.arange(first, first + end - begin)
     return equal_T

@@ -35,9 +35,11 @@ class ModelConverter(Configurable):
     class Config(Configurable.Config):
         owner: ClassVar[type[ModelConverter]]
 
-    keeps_bits: ClassVar[bool] = True
-    """False if products round differently from those of the plain weights, which generators have.
-    """
+        @property
+        def keeps_bits(self) -> bool:
+            """False if products round otherwise than those of the generators."""
+            return True
+
     compute_dtype: ClassVar[str | None] = None
     """Dtype that factors of products are rounded to, None for the model's.
 
@@ -85,6 +87,11 @@ class ModelConverter(Configurable):
 
     def post_optimizer_hook(self, model: nn.Module) -> None:
         """React to an optimizer step; called on every rank."""
+
+    @property
+    def is_served_apart(self) -> bool:
+        """True if generators get what it added beside the plain weights, not merged into them."""
+        return False
 
     def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
         """Return the plain model's value of a parameter in the layout of `tensor`; collective."""
@@ -156,13 +163,16 @@ class ModelConverters:
             member.post_optimizer_hook(model)
 
     def yield_plain_tensors(
-        self, parameters: Mapping[str, nn.Parameter]
+        self, parameters: Mapping[str, nn.Parameter], *, merge: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the plain model's value of each of these parameters, in the parameter's layout.
 
         LoRA merges its adapter into the weight, float8 takes off its wrapper; without converters
         the parameters themselves are yielded. Parameters that converters added are skipped. Every
         rank must consume all.
+
+        Args:
+            merge: False leaves out what is served apart.
         """
         for name in self.plain_names:
             if name not in parameters:
@@ -170,7 +180,8 @@ class ModelConverters:
             tensor = parameters[name].detach()
             # The last converter was applied to the results of the others.
             for member in reversed(self.members):
-                tensor = member.plain_tensor(name, tensor)
+                if merge or not member.is_served_apart:
+                    tensor = member.plain_tensor(name, tensor)
             yield name, tensor
 
 

@@ -34,7 +34,7 @@ from rl.models.compat import is_persistent
 from rl.models.layers.attention import PackedAttention, SequenceLayout
 from rl.models.layers.norm import OffsetRMSNorm, RMSNorm
 from rl.models.layers.rope import RoPE, rotate
-from rl.models.low_rank import LowRank
+from rl.models.low_rank.layer import AdaptedWeight, LowRank
 
 
 class Attention(Configurable, nn.Module):
@@ -307,9 +307,8 @@ class Decoder(Configurable, nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Weight of the output head with its adapter, [V, E]."""
-        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return weight if self.lm_head_lora is None else self.lm_head_lora.merge(weight)
+        """Weight of the output head without its adapter, [V, E]."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(
         self,
@@ -317,9 +316,11 @@ class Decoder(Configurable, nn.Module):
         *,
         positions: Tensor,
         sequences: SequenceLayout | None = None,
-        head: Callable[[Tensor, Tensor], Any] | None = None,
+        head: Callable[[Tensor, Any], Any] | None = None,
     ) -> Any:
         """Return the final hidden states [T, E], or `head(hidden [T, E], head weight [V, E])`.
+
+        The weight of a head with an adapter is an `AdaptedWeight`.
 
         The head runs inside the forward, where sharding hooks have gathered its weight. A stage of
         a pipeline takes the hidden states of the stage before it in place of ids.
@@ -352,12 +353,15 @@ class Decoder(Configurable, nn.Module):
         hidden_TE = x_TE if isinstance(self.norm, Elsewhere) else self.normed(x_TE)
         return hidden_TE if head is None else head(*self.prepare_head_inputs(hidden_TE))
 
-    def prepare_head_inputs(self, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def prepare_head_inputs(self, hidden_TE: Tensor) -> tuple[Tensor, Tensor | AdaptedWeight]:
         """Return the hidden states and the head's weight as the logits' product takes them."""
         weight_VE = self.head_weight
         if self.float32_head:
-            return hidden_TE.float(), weight_VE.float()
-        return hidden_TE, weight_VE
+            hidden_TE, weight_VE = hidden_TE.float(), weight_VE.float()
+        adapter = self.lm_head_lora
+        if adapter is None:
+            return hidden_TE, weight_VE
+        return hidden_TE, AdaptedWeight(weight=weight_VE, adapter=adapter, dtype=weight_VE.dtype)
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """Return the first hidden states, [T, E]."""
@@ -437,9 +441,11 @@ def list_module_names(config: Decoder.Config) -> list[str]:
     return names if config.tie_embeddings else [*names, "lm_head"]
 
 
-def linear_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
+def linear_head(hidden_TE: Tensor, weight: Tensor | AdaptedWeight) -> Tensor:
     """Return the logits, [T, V]."""
-    return F.linear(hidden_TE, weight_VE)
+    if isinstance(weight, AdaptedWeight):
+        return weight.get_factors().add_to(F.linear(hidden_TE, weight.weight), hidden_TE)
+    return F.linear(hidden_TE, weight)
 
 
 def find_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -78,8 +78,11 @@ class Float8(ModelConverter):
                     "enable_fsdp_float8_all_gather=True, whose scales it computes"
                 )
 
+        @property
+        def keeps_bits(self) -> bool:
+            return False
+
     config: Config
-    keeps_bits = False
     compute_dtype = "float8"
     token_multiple = MULTIPLE
 
@@ -188,8 +191,11 @@ class Float8GroupedMM(ModelConverter):
             if not self.fqns:
                 raise ValueError("fqns=(): must name at least one part, such as 'experts'")
 
+        @property
+        def keeps_bits(self) -> bool:
+            return False
+
     config: Config
-    keeps_bits = False
     compute_dtype = "float8"
 
     def __init__(

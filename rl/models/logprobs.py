@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from rl.distributed.collectives import all_reduce
+from rl.models.low_rank.layer import AdaptedWeight, Factors
 
 PART_NUMBERS = 1 << 19
 """Logits that a CPU works on at once, so that later passes find them in a core's cache."""
@@ -41,7 +42,7 @@ class VocabularyShard:
 
 def compute_token_logprobs(
     hidden_TE: Tensor,
-    weight_VE: Tensor,
+    head: Tensor | AdaptedWeight,
     *,
     targets_T: Tensor,
     temperatures_T: Tensor,
@@ -59,6 +60,7 @@ def compute_token_logprobs(
     tensors.
 
     Args:
+        head: weight of the output head, [V, E].
         targets_T: int64; or [T, K] for several targets of each distribution.
         temperatures_T: float32, above 0.
         rows_R: int64, the tokens whose values are needed; those of all others are 0. None for all
@@ -72,10 +74,13 @@ def compute_token_logprobs(
     Returns:
         Logprobs [T] or [T, K], float32 nats with gradient, and entropy [T], float32 nats.
     """
+    adapted = head if isinstance(head, AdaptedWeight) else None
+    weight_VE = head if adapted is None else adapted.weight
     hidden_TE, weight, shard = _prepare_inputs(hidden_TE, weight_VE, loss_parallel=loss_parallel)
     compute = partial(
         chunk_logprobs or compute_chunk_logprobs,
         weight=weight,
+        factors=None if adapted is None else adapted.get_factors(whole=shard is None),
         shard=shard,
         entropy_gradient=entropy_gradient,
     )
@@ -155,9 +160,12 @@ def compute_chunk_logprobs(
     weight: Tensor,
     shard: VocabularyShard | None,
     entropy_gradient: bool,
+    factors: Factors | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `compute_token_logprobs` from plain tensors in one chunk."""
     logits_CV = F.linear(hidden_CE, weight)
+    if factors is not None:
+        logits_CV = factors.add_to(logits_CV, hidden_CE)
     # Our own functions save memory. A compiler saves it too, and sees through PyTorch's alone.
     if shard is not None or not (entropy_gradient or torch.compiler.is_compiling()):
         targets_CK = targets_C.view(targets_C.size(0), -1)

@@ -1,8 +1,10 @@
 """LoRA: training of low-rank products next to frozen weights.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), equation 3.
-Generators and Hugging Face folders get the sums W + alpha / rank * B A under the weights' own
-names; an adapter alone is read and written in PEFT's format (`rl.models.files.peft`).
+Generators get the factors alone and compute the same product beside the same base
+(`rl.models.low_rank`). Hugging Face folders, and with `merge` generators too, get the sums
+W + alpha / rank * B A under the weights' own names; an adapter alone is read and written in PEFT's
+format (`rl.models.files.peft`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from rl.distributed.sharding import gather_whole, local_tensor, slice_local_shard
 from rl.models.converter import ModelConverter
 from rl.models.files.peft import read_peft_folder
-from rl.models.low_rank import SUFFIX, LowRank
+from rl.models.low_rank.layer import FACTORS, SUFFIX, LowRank
 
 HEAD = "lm_head"
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -50,6 +52,9 @@ class LoRA(ModelConverter):
         """Seed of the initial values: A is uniform within 1 / sqrt(input width), B is zero."""
         initial_adapter: str | None = None
         """Folder of an adapter in PEFT's format to start from; None draws one."""
+        merge: bool = False
+        """Give generators the sums of weights and products, as large as the model and rounded to
+        their dtype, in place of the adapter. What is trained is then not what is sampled from."""
 
         def __post_init__(self) -> None:
             if self.rank < 1:
@@ -66,8 +71,11 @@ class LoRA(ModelConverter):
             """Factor of the products."""
             return self.alpha / self.rank
 
+        @property
+        def keeps_bits(self) -> bool:
+            return not self.merge
+
     config: Config
-    keeps_bits = False
 
     def convert(self, model: nn.Module) -> None:
         """Attach the adapters; raise ValueError naming an unknown target and the valid ones."""
@@ -144,6 +152,8 @@ class LoRA(ModelConverter):
             rank=self.config.rank,
             scale=self.config.scale,
         )
+        # A generator on a CPU computes products in this order, and the mode promises its bits.
+        adapter.has_fixed_order = self.spec.batch_invariant and self.device.type == "cpu"
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), f"{leaf}{SUFFIX}", adapter)
         self._adapters[weight] = adapter
@@ -186,6 +196,19 @@ class LoRA(ModelConverter):
             _fill(adapter.lora_a, a)
             # B is zero, so that the first policy is the plain model.
             local_tensor(adapter.lora_b).zero_()
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the factors among the model's parameters."""
+        names: set[str] = set()
+        for weight in self._adapters:
+            prefix = f"{weight.removesuffix('.weight')}{SUFFIX}"
+            names |= {f"{prefix}.{factor}" for factor in FACTORS}
+        return names
+
+    @property
+    def is_served_apart(self) -> bool:
+        return not self.config.merge
 
     def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
         adapter = self._adapters.get(name)

@@ -60,12 +60,11 @@ from rl.models.decoder import (
     Elsewhere,
     FeedForward,
     TransformerBlock,
-    linear_head,
     list_module_names,
     take_part,
 )
 from rl.models.layers.attention import HeadExchange
-from rl.models.low_rank import follow_base_layers
+from rl.models.low_rank.layer import follow_base_layers
 
 TOKENS = 0
 HEADS = 1
@@ -294,10 +293,14 @@ def parallelize_decoder_generator(model: Decoder, mesh: DeviceMesh) -> Decoder:
 
 def gather_logits(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
     """Return the logits [T, V] on every rank, from a plain or a vocabulary-sharded head weight."""
+    return gather_parts(F.linear(hidden_TE, local_tensor(weight_VE)), weight_VE)
+
+
+def gather_parts(part: Tensor, weight_VE: Tensor) -> Tensor:
+    """Return the logits [T, V] on every rank, given those of its own rows of the head's weight."""
     if not isinstance(weight_VE, DTensor):
-        return linear_head(hidden_TE, weight_VE)
+        return part
     mesh = weight_VE.device_mesh
-    part = F.linear(hidden_TE, local_tensor(weight_VE))
     # Gathered on every rank, because each of them samples.
     parts = [torch.empty_like(part) for _ in range(mesh.size())]
     dist.all_gather(parts, part, group=mesh.get_group())
@@ -326,13 +329,18 @@ class ShardedLinear(nn.Module):
         self.all_reduce: Callable[[Tensor], Tensor] = partial(
             sum_over_ranks, group=mesh.get_group()
         )
+        self.adapt: Callable[[Tensor, Tensor], None] | None = None
+        """Adds the products of adapters for an input to this rank's summand, in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else local_tensor(self.bias)
-        if not self.is_partial:
-            return F.linear(x, local_tensor(self.weight), bias)
         # The bias after the sum, or each rank would add it.
-        out = self.all_reduce(F.linear(x, local_tensor(self.weight)))
+        out = F.linear(x, local_tensor(self.weight), None if self.is_partial else bias)
+        if self.adapt is not None:
+            self.adapt(x, out)
+        if not self.is_partial:
+            return out
+        out = self.all_reduce(out)
         return out if bias is None else out + bias
 
 

@@ -19,7 +19,6 @@ from rl.models.spec import ModelSpec, model_spec
 from rl.starting_point import describe_random_model, open_model_folder
 from rl.tinker.types import MAX_SEQ_ID, BaseModelInfo, InvalidRequestError, check_range
 from rl.training.config import TrainingConfig
-from rl.training.models_by_id import add_adapters
 
 ALPHA = 32.0
 """Numerator of the products' scale, as in the official service: one learning rate fits all ranks.
@@ -126,7 +125,7 @@ class BaseModelFolder(Configurable):
 
 def _count_trained(spec: ModelSpec, lora: LoRA.Config | None) -> int:
     """Return the number of parameters that a model trains."""
-    spec, converters = add_adapters(replace(spec, batch_invariant=False), lora)
+    converters = () if lora is None else (lora,)
     # On the meta device, which has shapes without memory.
     with torch.device("meta"):
         model = spec.model.build()

@@ -26,7 +26,7 @@ from rl.distributed.stages import StagePlan, plan_stages
 from rl.models.compat import VARLEN_TAKES_GROUPED_HEADS
 from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, Elsewhere, list_module_names, take_part
-from rl.models.low_rank import find_adapted_layers
+from rl.models.low_rank.layer import find_adapted_layers
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainerConfig, TrainingConfig
 from rl.training.muon import is_hidden_matrix

@@ -32,8 +32,6 @@ from torch.distributed.tensor import DTensor
 from rl.distributed.collectives import run_on_all_ranks
 from rl.distributed.process_group import RankInfo, World
 from rl.distributed.sharding import gather_whole, local_tensor, slice_local_shard
-from rl.models.batch_invariant.model import ROW_MULTIPLE, make_batch_invariant
-from rl.models.converter import ModelConverter
 from rl.models.files.hf import HFFolder
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
@@ -56,34 +54,6 @@ class ModelError(RunError, ValueError):
 
 class UnsavedModelError(ModelError):
     """A model that the disk has refused, for the reason given; it is trained on."""
-
-
-class InvariantKernels(ModelConverter):
-    """The batch-invariant mode of a model with adapters.
-
-    A run's trainer refuses the two together, because its generator has the sums W + s B A, whose
-    products round differently. A sampler in this process runs the adapters unmerged as well, so
-    that both compute the same bits.
-    """
-
-    token_multiple = ROW_MULTIPLE
-
-    def convert(self, model: nn.Module) -> None:
-        make_batch_invariant(
-            model, spec=replace(self.spec, batch_invariant=True), device=self.device
-        )
-
-
-def add_adapters(
-    spec: ModelSpec, lora: LoRA.Config | None
-) -> tuple[ModelSpec, tuple[ModelConverter.Config, ...]]:
-    """Return spec and converters of a model with adapters; None trains all parameters."""
-    if lora is None:
-        return spec, ()
-    # The kernels become a converter behind the adapters, because a spec with the batch-invariant
-    # mode refuses adapters.
-    kernels = (InvariantKernels.Config(),) if spec.batch_invariant else ()
-    return replace(spec, batch_invariant=False), (lora, *kernels)
 
 
 class TrainedModels:
@@ -133,14 +103,14 @@ class TrainedModels:
 
     def create(self, model_id: str, lora: LoRA.Config | None) -> None:
         """Create a fresh model: adapters with products of zero, or a copy of the base."""
-        spec, converters = add_adapters(self.spec, lora)
+        converters = () if lora is None else (lora,)
         config = replace(self.config, training=replace(self.config.training), converters=converters)
         # An engine seeds the process's random generators, which belong to a notebook as well.
         states = process_states()
         try:
             engine = TrainingEngine(
                 config=config,
-                model_spec=spec,
+                model_spec=self.spec,
                 hf_assets_path=self._folder,
                 device=self.device,
                 world=self._world,

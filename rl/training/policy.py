@@ -257,13 +257,28 @@ class Policy:
             self.loaded_from = base_model if all(loaded) else None
         self.converters.weights_loaded(self.model, fresh=False)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    @property
+    def served_lora(self) -> LoRA | None:
+        """LoRA whose adapters generators get beside the base; None: they get whole weights."""
+        for converter in self.converters.members:
+            if isinstance(converter, LoRA) and converter.is_served_apart:
+                return converter
+        return None
+
+    def adapter_state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's factors of the adapters by name, as `AdapterShapes` has them."""
+        return {name: p.detach() for name, p in self.parameters.items() if name in self.lora.names}
+
+    def state_dict(self, *, merge: bool = True) -> dict[str, Tensor]:
         """Return the plain model's tensors of this rank by name: parameters, persistent buffers.
 
         In a pipeline buffers are DTensors of their stage, as other stages have none.
+
+        Args:
+            merge: add adapters to their weights; False leaves out those that are served apart.
         """
         # Collective if adapters are merged.
-        parameters = dict(self.converters.yield_plain_tensors(self.parameters))
+        parameters = dict(self.converters.yield_plain_tensors(self.parameters, merge=merge))
         buffers: dict[str, Tensor] = find_persistent_buffers(self.model)
         if self.pipeline is not None:
             assert self.mesh is not None

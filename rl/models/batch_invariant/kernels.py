@@ -28,17 +28,18 @@ LANES = 16
 """Numbers of one vector, and partial sums of a softmax."""
 COLUMNS = 2 * LANES
 """Columns of one tile: eight sums in flight hide the latency of a multiply-add."""
+NARROW = 8
+"""Columns of a tile of products with a low-rank factor, which has few."""
 BLOCK_TOKENS = 64
 """Tokens whose shares of a key's gradient are added head by head."""
 
-_FLOAT, _INT32 = ir.FloatType(), ir.IntType(32)
-_VECTOR = ir.VectorType(_FLOAT, LANES)
+_FLOAT, _INT16, _INT32 = ir.FloatType(), ir.IntType(16), ir.IntType(32)
 
 _compile = njit(nogil=True, cache=True, error_model="numpy")
 
 
 @intrinsic
-def _multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+def multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a b + c, rounded once."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -48,7 +49,7 @@ def _multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
-def _read_number(typingctx: Any, x: Any) -> Any:
+def read_number(typingctx: Any, x: Any) -> Any:
     """Return a float32, or the float32 of a bfloat16's bits."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -60,57 +61,81 @@ def _read_number(typingctx: Any, x: Any) -> Any:
     return types.float32(x), generate
 
 
-@intrinsic
-def _add_tile(typingctx: Any, a: Any, row: Any, b: Any, column: Any, count: Any, out: Any) -> Any:
-    """Add the sum over i < count of a[row + r, i] b[i, column + c] to out[row + r, column + c], for
-    ROWS rows r and COLUMNS columns c.
+def _make_add_tile(num_vectors: int, lanes: int) -> Any:
+    """Return the function that adds a tile of ROWS rows and `num_vectors` x `lanes` columns."""
 
-    The sums run in the order of i, starting from the values in `out`. Nothing is checked; rows of b
-    and out are contiguous.
-    """
-    arguments = (a, row, b, column, count, out)
+    @intrinsic
+    def add_tile(
+        typingctx: Any, a: Any, row: Any, b: Any, column: Any, count: Any, out: Any
+    ) -> Any:
+        """Add the sum over i < count of a[row + r, i] b[i, column + c] to out[row + r, column + c],
+        for ROWS rows r and the columns c of a tile.
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        _, row, _, column, count, _ = values
-        fma = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
-        )
+        The sums run in the order of i, starting from the values in `out`. Nothing is checked; rows
+        of b and out are contiguous. `a` and `out` are float32, b float32 or a bfloat16's bits.
+        """
+        arguments = (a, row, b, column, count, out)
+        vector_type, wide_type = ir.VectorType(_FLOAT, lanes), ir.VectorType(_INT32, lanes)
+        is_wide = b.dtype == types.float32
 
-        def pointer(argument: int, i: Any, j: Any, kind: Any) -> Any:
-            array = context.make_array(arguments[argument])(context, builder, values[argument])
-            item = cgutils.get_item_pointer(context, builder, arguments[argument], array, [i, j])
-            return builder.bitcast(item, kind.as_pointer())
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            _, row, _, column, count, _ = values
+            fma = cgutils.get_or_insert_function(
+                builder.module,
+                ir.FunctionType(vector_type, [vector_type] * 3),
+                f"llvm.fma.v{lanes}f32",
+            )
 
-        def shifted(start: Any, offset: int) -> Any:
-            return builder.add(start, start.type(offset))
+            def pointer(argument: int, i: Any, j: Any, kind: Any) -> Any:
+                array = context.make_array(arguments[argument])(context, builder, values[argument])
+                item = cgutils.get_item_pointer(
+                    context, builder, arguments[argument], array, [i, j]
+                )
+                return builder.bitcast(item, kind.as_pointer())
 
-        def in_all_lanes(number: Any) -> Any:
-            undefined, lanes = ir.Constant(_VECTOR, ir.Undefined), ir.VectorType(_INT32, LANES)
-            first = builder.insert_element(undefined, number, ir.Constant(_INT32, 0))
-            return builder.shuffle_vector(first, undefined, ir.Constant(lanes, [0] * LANES))
+            def shifted(start: Any, offset: int) -> Any:
+                return builder.add(start, start.type(offset))
 
-        # The tile's sums stay in registers over the whole loop: a load and a store for each step
-        # would cost more than the multiply-add.
-        halves = [shifted(column, 0), shifted(column, LANES)]
-        rows = [shifted(row, r) for r in range(ROWS)]
-        places = [pointer(5, row, half, _VECTOR) for row in rows for half in halves]
-        sums = [
-            cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places
-        ]
-        with cgutils.for_range(builder, count, intp=count.type) as loop:
-            factors = [
-                in_all_lanes(builder.load(pointer(0, row, loop.index, _FLOAT))) for row in rows
+            def in_all_lanes(number: Any) -> Any:
+                undefined = ir.Constant(vector_type, ir.Undefined)
+                first = builder.insert_element(undefined, number, ir.Constant(_INT32, 0))
+                return builder.shuffle_vector(first, undefined, ir.Constant(wide_type, [0] * lanes))
+
+            def load_factors(i: Any, j: Any) -> Any:
+                if is_wide:
+                    return builder.load(pointer(2, i, j, vector_type), align=4)
+                halves = builder.load(pointer(2, i, j, ir.VectorType(_INT16, lanes)), align=2)
+                bits = builder.shl(
+                    builder.zext(halves, wide_type), ir.Constant(wide_type, [16] * lanes)
+                )
+                return builder.bitcast(bits, vector_type)
+
+            # The tile's sums stay in registers over the whole loop: a load and a store for each
+            # step would cost more than the multiply-add.
+            parts = [shifted(column, number * lanes) for number in range(num_vectors)]
+            rows = [shifted(row, r) for r in range(ROWS)]
+            places = [pointer(5, row, part, vector_type) for row in rows for part in parts]
+            sums = [
+                cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places
             ]
-            vectors = [
-                builder.load(pointer(2, loop.index, half, _VECTOR), align=4) for half in halves
-            ]
-            for total, (factor, vector) in zip(sums, product(factors, vectors), strict=True):
-                builder.store(builder.call(fma, [factor, vector, builder.load(total)]), total)
-        for total, place in zip(sums, places, strict=True):
-            builder.store(builder.load(total), place, align=4)
-        return context.get_dummy_value()
+            with cgutils.for_range(builder, count, intp=count.type) as loop:
+                factors = [
+                    in_all_lanes(builder.load(pointer(0, row, loop.index, _FLOAT))) for row in rows
+                ]
+                vectors = [load_factors(loop.index, part) for part in parts]
+                for total, (factor, vector) in zip(sums, product(factors, vectors), strict=True):
+                    builder.store(builder.call(fma, [factor, vector, builder.load(total)]), total)
+            for total, place in zip(sums, places, strict=True):
+                builder.store(builder.load(total), place, align=4)
+            return context.get_dummy_value()
 
-    return types.void(*arguments), generate
+        return types.void(*arguments), generate
+
+    return add_tile
+
+
+add_tile = _make_add_tile(2, LANES)
+add_narrow_tile = _make_add_tile(1, NARROW)
 
 
 _ZERO, _ONE, _THREE = np.float32(0.0), np.float32(1.0), np.float32(3.0)
@@ -137,17 +162,17 @@ def _compute_exponential(x: Any) -> Any:
     """Return exp of a float32 with a relative error of 1e-7, the argument clamped to -87 .. 88."""
     x = min(max(x, _LOWEST), _HIGHEST)
     # x = exponent ln 2 + rest; the addend leaves the nearest integer in the low bits.
-    shifted = _multiply_add(x, _LOG2_E, _ROUND)
+    shifted = multiply_add(x, _LOG2_E, _ROUND)
     exponent = shifted - _ROUND
-    rest = _multiply_add(exponent, -_LN2_LOW, _multiply_add(exponent, -_LN2_HIGH, x))
+    rest = multiply_add(exponent, -_LN2_LOW, multiply_add(exponent, -_LN2_HIGH, x))
 
     # Horner's scheme, in this order in every lane.
-    y = _multiply_add(_C0, rest, _C1)
-    y = _multiply_add(y, rest, _C2)
-    y = _multiply_add(y, rest, _C3)
-    y = _multiply_add(y, rest, _C4)
-    y = _multiply_add(y, rest, _C5)
-    y = _multiply_add(y, rest * rest, rest) + _ONE
+    y = multiply_add(_C0, rest, _C1)
+    y = multiply_add(y, rest, _C2)
+    y = multiply_add(y, rest, _C3)
+    y = multiply_add(y, rest, _C4)
+    y = multiply_add(y, rest, _C5)
+    y = multiply_add(y, rest * rest, rest) + _ONE
 
     # 2^exponent, written into the bits of a float32.
     power = (np.float32(shifted).view(np.int32) - _ROUND_BITS + np.int32(127)) << np.int32(23)
@@ -161,7 +186,7 @@ def compute_gated(x: Any, linear: Any, cubic: Any, out: Any, begin: int, end: in
     for group in range(begin, end):
         for j in range(out.shape[1]):
             gate = x[group, 0, j]
-            inner = gate * _multiply_add(cubic, gate * gate, linear)
+            inner = gate * multiply_add(cubic, gate * gate, linear)
             out[group, j] = gate / (_ONE + _compute_exponential(-inner)) * x[group, 1, j]
 
 
@@ -174,9 +199,9 @@ def compute_gated_backward(
             gate, up, d = x[group, 0, j], x[group, 1, j], dout[group, j]
             square = gate * gate
             sigmoid = _ONE / (
-                _ONE + _compute_exponential(-gate * _multiply_add(cubic, square, linear))
+                _ONE + _compute_exponential(-gate * multiply_add(cubic, square, linear))
             )
-            slope = gate * _multiply_add(_THREE * cubic, square, linear)
+            slope = gate * multiply_add(_THREE * cubic, square, linear)
             dx[group, 0, j] = d * up * sigmoid * (_ONE + slope * (_ONE - sigmoid))
             dx[group, 1, j] = d * gate * sigmoid
 
@@ -212,7 +237,7 @@ def _add_product(a: Any, b: Any, count: int, out: Any) -> None:
     """
     for row in range(0, out.shape[0], ROWS):
         for column in range(0, out.shape[1], COLUMNS):
-            _add_tile(a, row, b, column, count, out)
+            add_tile(a, row, b, column, count, out)
 
 
 @_compile
@@ -346,12 +371,12 @@ def attend_paged(
             for d in range(D):
                 part, column = block[d * B : (d + 1) * B], columns[d, first : first + B]
                 for j in range(B):
-                    column[j] = _read_number(part[j])
+                    column[j] = read_number(part[j])
             # Only the keys that exist: an unused place of a block may hold anything, even NaN.
             for j in range(count):
                 part, row = block[(B + j) * D : (B + j + 1) * D], rows[first + j]
                 for d in range(D):
-                    row[d] = _read_number(part[d])
+                    row[d] = read_number(part[d])
         tokens, heads = slice(queries[a], queries[a + 1]), slice(h * G, h * G + G)
         _attend(q[tokens, heads], columns, rows, hidden, window, out[tokens, heads])
 

@@ -11,6 +11,8 @@ it, R rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,7 @@ ROWS = 0
 COLUMNS = 1
 SUFFIX = "_lora"
 """Ending of an adapter's name, after that of the layer next to it."""
+FACTORS = ("lora_a", "lora_b")
 
 
 class LowRank(nn.Module):
@@ -63,6 +66,8 @@ class LowRank(nn.Module):
         self.adapted = tuple(adapted)
         self.rank = rank
         self.scale = scale
+        self.has_fixed_order = False
+        """Compute each row in one order of operations, as a generator does on a CPU."""
         self.lora_a = nn.Parameter(linear.weight.new_empty(len(adapted) * rank, linear.in_features))
         self.lora_b = nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
         sources_ON = [source_O == number for number in adapted.values()]
@@ -72,15 +77,16 @@ class LowRank(nn.Module):
         # This rank's part of the rows, until `follow` divides them.
         self._rows_split, self._rows_index = 1, 0
         self.register_buffer(
-            "rows_ON", self._take_local_rows(linear.weight.device), persistent=False
+            "rows_ON", self.take_local_rows(linear.weight.device), persistent=False
         )
 
-    def _take_local_rows(self, device: torch.device) -> Tensor:
+    def take_local_rows(self, device: torch.device) -> Tensor:
+        """Return the assignment of this rank's rows of B to the A's, [O, N] bool."""
         return self._whole_rows_ON.chunk(self._rows_split)[self._rows_index].to(device)
 
     def reset_buffers(self) -> None:
         """Recompute the mask after `to_empty` has moved the module off the meta device."""
-        self.rows_ON = self._take_local_rows(self.rows_ON.device)
+        self.rows_ON = self.take_local_rows(self.rows_ON.device)
 
     def follow(self, weight: Tensor) -> None:
         """Shard the factors like the layer's weight over the tensor-parallel mesh.
@@ -99,24 +105,31 @@ class LowRank(nn.Module):
         self.lora_b = distribute(self.lora_b, mesh, [of_b])
         if placement.is_shard(ROWS):
             self._rows_split, self._rows_index = mesh.size(), mesh.get_local_rank()
-            self.rows_ON = self._take_local_rows(self.rows_ON.device)
+            self.rows_ON = self.take_local_rows(self.rows_ON.device)
 
     def add_to(self, output: Tensor, x: Tensor) -> Tensor:
         """Return the layer's output for `x` plus the product, inside the tensor-parallel hooks."""
-        # Two thin products: T R (I + O) multiply-adds, where W + s B A would cost I R O and memory.
-        low = F.linear(own_part(x), own_part(self.lora_a))
-        b = self._spread_by_source(own_part(self.lora_b), self.rows_ON)
-        added = F.linear(low, b) * self.scale
-        return output + wrap_like(output, added)
+        added = self.factors.add_to(_take_part(output), own_part(x))
+        return wrap_like(output, added)
 
-    def merge(self, weight: Tensor) -> Tensor:
-        """Return W + s B A with gradients to both factors.
+    @property
+    def factors(self) -> Factors:
+        """This rank's parts of the factors, with gradients."""
+        return Factors(
+            a=own_part(self.lora_a), b=own_part(self.lora_b), layer=self, rows_ON=self.rows_ON
+        )
 
-        It is for a weight that is used without its layer, plain or split by rows.
-        """
-        b = self._spread_by_source(own_part(self.lora_b), self.rows_ON)
-        product = b @ own_part(self.lora_a)
-        return weight + wrap_like(weight, product * self.scale)
+    def gather_factors(self) -> Factors:
+        """Return the whole factors on every rank, all of which then compute the same."""
+        whole: list[Tensor] = []
+        for factor in (self.lora_a, self.lora_b):
+            if isinstance(factor, DTensor):
+                replicated = factor.redistribute(placements=[Replicate()] * factor.device_mesh.ndim)
+                whole.append(replicated.to_local())
+            else:
+                whole.append(factor)
+        rows_ON = self._whole_rows_ON.to(self.rows_ON.device)
+        return Factors(a=whole[0], b=whole[1], layer=self, rows_ON=rows_ON)
 
     @torch.no_grad()
     def merge_without_gradient(self, weight: Tensor) -> Tensor:
@@ -127,26 +140,83 @@ class LowRank(nn.Module):
         local = local_tensor(weight)
         if local.numel():
             rows, columns = _find_local_indices(weight)
-            b_ONR = self._spread_by_source(b, self._whole_rows_ON.to(b.device))
+            b_ONR = self.spread_by_source(b, self._whole_rows_ON.to(b.device))
             product = b_ONR[rows] @ a[:, columns]
             local = (local.float() + self.scale * product).to(weight.dtype)
         return wrap_like(weight, local)
 
-    def _spread_by_source(self, b_OR: Tensor, rows_ON: Tensor) -> Tensor:
+    def spread_by_source(self, b_OR: Tensor, rows_ON: Tensor) -> Tensor:
         """Return each row of B in the columns of its own A, with zeros elsewhere, [O, N * R]."""
         if self._everywhere:
             return b_OR
         return (b_OR.unsqueeze(1) * rows_ON.unsqueeze(2)).flatten(1)
 
+    def gather_by_source(self, grad_ONR: Tensor, rows_ON: Tensor) -> Tensor:
+        """Return the gradient of B from that of `spread_by_source`, [O, R]."""
+        if self._everywhere:
+            return grad_ONR
+        return (grad_ONR.unflatten(1, (-1, self.rank)) * rows_ON.unsqueeze(2)).sum(1)
 
-def find_adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, LowRank]]:
-    """Yield the adapted layers of a model with their adapters."""
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Factors:
+    """Plain tensors of an adapter: all of them, or a tensor-parallel rank's part."""
+
+    a: Tensor
+    """[N * R, I]"""
+    b: Tensor
+    """[O, R]"""
+    layer: LowRank
+    rows_ON: Tensor
+
+    def to(self, dtype: torch.dtype) -> Factors:
+        return replace(self, a=self.a.to(dtype), b=self.b.to(dtype))
+
+    def add_to(self, output_TO: Tensor, x_TI: Tensor) -> Tensor:
+        """Return the output plus s x A^T B^T, rounded once."""
+        layer = self.layer
+        if layer.has_fixed_order:
+            # Imported here, because only this mode needs numba.
+            from rl.models.low_rank.products import add_in_fixed_order
+
+            return add_in_fixed_order(output_TO, x_TI, self)
+        # Two thin products: T R (I + O) multiply-adds, where W + s B A would cost I R O and memory.
+        low = F.linear(x_TI, self.a)
+        spread = layer.spread_by_source(self.b, self.rows_ON)
+        return torch.addmm(output_TO, low, spread.t(), alpha=layer.scale)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AdaptedWeight:
+    """The output head's weight and its adapter, for functions that compute logits with them."""
+
+    weight: Tensor
+    """[V, E]"""
+    adapter: LowRank
+    dtype: torch.dtype
+    """Dtype of the product."""
+
+    def get_factors(self, *, whole: bool = False) -> Factors:
+        """Return this rank's parts of the factors, or the whole factors on every rank."""
+        factors = self.adapter.gather_factors() if whole else self.adapter.factors
+        return factors.to(self.dtype)
+
+
+def _take_part(output: Tensor) -> Tensor:
+    """Return this rank's part of a layer's output, whose gradient is that of the sum over ranks."""
+    if not isinstance(output, DTensor):
+        return output
+    # A rank's summand of a sum has the gradient of the sum.
+    of_gradient = [Replicate() if p.is_partial() else p for p in output.placements]
+    return output.to_local(grad_placements=of_gradient)
+
+
+def find_adapted_layers(model: nn.Module) -> Iterator[tuple[Any, LowRank]]:
+    """Yield the adapted linear layers of a model, sharded or not, with their adapters."""
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, LowRank):
-                base = module.get_submodule(name.removesuffix(SUFFIX))
-                assert isinstance(base, nn.Linear)
-                yield base, child
+                yield module.get_submodule(name.removesuffix(SUFFIX)), child
 
 
 def follow_base_layers(model: nn.Module) -> None:

@@ -1,0 +1,213 @@
+"""Many adapters beside one base model, for sampling: each row of a batch takes the products of its
+own.
+
+    bank = AdapterBank(model, dtype=torch.float32)
+    bank.load(7, factors)                        # version 7, between two forwards
+    bank.begin(np.array([7, 7, NONE, 3]))        # versions of the rows of the next forward
+    model(ids, positions=positions)              # layers add the products to their outputs
+    bank.drop(3)
+
+Versions are numbers that the caller chooses. A version of other bits gets another number.
+
+Shape legend: T rows of a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rl.models.low_rank.kernel import NUM_FIELDS
+from rl.models.low_rank.layer import Factors
+from rl.models.low_rank.products import (
+    PackedFactors,
+    Tiles,
+    add_products,
+    count_packed,
+    pack_factors,
+)
+from rl.models.parallelize import ShardedLinear
+
+NONE = -1
+"""Version of rows without an adapter."""
+HEAD = "lm_head"
+FIRST_SLOTS = 16
+ALIGNMENT = 64
+"""Bytes; a core's cache line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Loaded:
+    """An adapter in memory."""
+
+    slot: int
+    layers: dict[str, PackedFactors]
+    num_bytes: int
+
+
+class AdapterBank:
+    """The adapters that a model can sample with, and the hooks that add their products.
+
+    Between `begin` and the end of a forward nothing may be loaded or dropped.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        *,
+        dtype: torch.dtype,
+        head_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Attach to these layers of a model, by name.
+
+        Args:
+            dtype: of the base's products, in which adapters are kept too; float16 is widened.
+            head_dtype: of the output head's products, for which a caller uses `add_tiles`; None
+                takes no adapters for it.
+        """
+        self._dtypes: dict[str, torch.dtype] = dict.fromkeys(layers, _widen(dtype))
+        if head_dtype is not None:
+            self._dtypes[HEAD] = _widen(head_dtype)
+        self.versions: dict[int, _Loaded] = {}
+        self._tables: dict[str, np.ndarray] = {}
+        """By layer: entries of the kernel's table, one row a slot."""
+        self._work: dict[str, int] = {}
+        """By layer: multiply-adds of a tile of rows, of the largest adapter."""
+        self._scales = np.zeros(FIRST_SLOTS, dtype=np.float32)
+        self._free = list(range(FIRST_SLOTS))
+        self._versions_T = np.empty(0, dtype=np.int64)
+        self._tiles: Tiles | None = None
+        """Rows of the forward by adapter; None if no row has one."""
+        for name in self._dtypes:
+            self._tables[name] = np.zeros((FIRST_SLOTS, NUM_FIELDS), dtype=np.int64)
+            self._work[name] = 0
+        for name, layer in layers.items():
+            _attach(layer, partial(self.add_to, name))
+
+    def count_bytes(self, factors: Mapping[str, Factors]) -> int:
+        """Return the memory that an adapter takes.
+
+        Raises ValueError for a layer that takes no adapters.
+        """
+        unknown = sorted(factors.keys() - self._dtypes.keys())
+        if unknown:
+            raise ValueError(
+                f"the adapter has factors for {unknown[0]}, which takes none here: must be of "
+                f"{', '.join(sorted(self._dtypes))}"
+            )
+        num_bytes = 0
+        for name, of_layer in factors.items():
+            for shape in count_packed(of_layer):
+                num_bytes += _count_aligned_bytes(shape, self._dtypes[name])
+        return num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all adapters."""
+        return sum(loaded.num_bytes for loaded in self.versions.values())
+
+    def has(self, layer: str) -> bool:
+        """Return whether an adapter has factors for a layer."""
+        return any(layer in loaded.layers for loaded in self.versions.values())
+
+    def load(self, version: int, factors: Mapping[str, Factors]) -> None:
+        """Take an adapter, given its factors by layer; they are copied.
+
+        Raises ValueError for a version that is there, or as `count_bytes`.
+        """
+        if version in self.versions:
+            raise ValueError(f"adapter {version} is loaded already")
+        # One allocation, which goes back to the system as a whole when the adapter is dropped.
+        num_bytes = self.count_bytes(factors)
+        memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        slot = self._take_slot()
+        layers: dict[str, PackedFactors] = {}
+        begin = 0
+        for name, of_layer in factors.items():
+            parts: list[Tensor] = []
+            dtype = self._dtypes[name]
+            for shape in count_packed(of_layer):
+                end = begin + shape.numel() * dtype.itemsize
+                parts.append(memory[begin:end].view(dtype).view(shape))
+                begin += _count_aligned_bytes(shape, dtype)
+            layers[name] = pack_factors(of_layer, into=(parts[0], parts[1]))
+            self._tables[name][slot] = layers[name].entry
+            self._work[name] = max(self._work[name], layers[name].work)
+            self._scales[slot] = of_layer.layer.scale
+        self.versions[version] = _Loaded(slot=slot, layers=layers, num_bytes=num_bytes)
+
+    def drop(self, version: int) -> None:
+        """Free an adapter; raise KeyError if it is not loaded."""
+        loaded = self.versions.pop(version)
+        for table in self._tables.values():
+            table[loaded.slot] = 0
+        self._free.append(loaded.slot)
+        self._versions_T, self._tiles = np.empty(0, dtype=np.int64), None
+
+    def begin(self, versions_T: np.ndarray) -> None:
+        """Assign an adapter's version, or NONE, to each row of the next forward.
+
+        Raises KeyError for a version that is not loaded.
+        """
+        # Most steps have the rows of the step before.
+        if np.array_equal(versions_T, self._versions_T):
+            return
+        self._tiles = self.sort(versions_T)
+        self._versions_T = versions_T.copy()
+
+    def sort(self, versions_T: np.ndarray) -> Tiles | None:
+        """Return rows by adapter, None if no row has one."""
+        slots_T = np.full(len(versions_T), -1, dtype=np.int64)
+        for version in np.unique(versions_T).tolist():
+            if version != NONE:
+                slots_T[versions_T == version] = self.versions[version].slot
+        return Tiles.of(slots_T) if (slots_T >= 0).any() else None
+
+    def add_to(self, name: str, x_TI: Tensor, out_TO: Tensor) -> None:
+        """Add the products of the present forward's rows to a layer's output, in place."""
+        if self._tiles is not None:
+            self.add_tiles(name, x_TI, out_TO, self._tiles)
+
+    def add_tiles(self, name: str, x_TI: Tensor, out_TO: Tensor, tiles: Tiles) -> None:
+        """Add the products of a layer for these rows, in place."""
+        dtype = self._dtypes[name]
+        x, out = x_TI.to(dtype).contiguous(), out_TO.to(dtype)
+        add_products(x, out, tiles, self._tables[name], self._scales, work=self._work[name])
+        if out is not out_TO:
+            out_TO.copy_(out)
+
+    def _take_slot(self) -> int:
+        if not self._free:
+            num_slots = len(self._scales)
+            self._scales = np.concatenate((self._scales, np.zeros_like(self._scales)))
+            for name, table in self._tables.items():
+                self._tables[name] = np.concatenate((table, np.zeros_like(table)))
+            self._free = list(range(num_slots, 2 * num_slots))
+        return self._free.pop()
+
+
+def _widen(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _count_aligned_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor, up to where the next one may begin."""
+    return -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def _attach(layer: nn.Module, add: Callable[[Tensor, Tensor], None]) -> None:
+    """Let a layer add products to its output."""
+    if isinstance(layer, ShardedLinear):
+        layer.adapt = add  # Before the sum over ranks.
+        return
+
+    def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        add(args[0], out)
+
+    layer.register_forward_hook(hook)

@@ -1,0 +1,219 @@
+"""Adapters beside the weights of a real engine in the batch-invariant mode, and trained by a real
+training engine. Prompts are read in parts of 64 tokens, and requests wait for each other.
+"""
+
+import asyncio
+import dataclasses
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from actors.vllm.adapters import AdapterRoomError, MissingAdapterError
+from rl.distributed.process_group import World
+from rl.models.lora import LoRA
+from rl.training.config import TrainingConfig
+from rl.training.engine import TrainingEngine
+from rl.types import SamplingParams
+from rl.weights.types import WeightMismatchError
+from tests.actors.test_vllm_batch_invariant import as_sample, same
+from tests.support.policies import prompts_of, random_model, small_spec
+from tests.support.served_engine import serve_engine
+
+pytestmark = pytest.mark.medium
+
+SPEC = replace(small_spec(tie=False), batch_invariant=True, float32_head=True)
+MODEL = random_model(SPEC, seed=0)
+PROMPTS = prompts_of([5, 1, 40, 150, 33, 64])
+LORAS = {
+    101: LoRA.Config(rank=1, alpha=2.0),
+    102: LoRA.Config(rank=8, target_modules=("q_proj", "v_proj", "down_proj")),
+    103: LoRA.Config(rank=16, alpha=4.0, unembedding=True),
+    104: LoRA.Config(rank=64, target_modules=(), unembedding=True),
+}
+BASE_ID = 12345
+
+
+def make_trainer(lora, *, seed, dtype="bfloat16"):
+    """A trainer with this adapter, whose B is not zero."""
+    training = TrainingConfig(max_tokens_per_microbatch=512, param_dtype=dtype)
+    engine = TrainingEngine(
+        config=TrainingEngine.Config(training=training, converters=(lora,)),
+        model_spec=SPEC,
+        hf_assets_path=None,
+        world=World(),
+        device="cpu",
+    )
+    engine.policy.model.load_state_dict(MODEL.state_dict(), strict=False)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for factor in engine.policy.adapter_state_dict().values():
+            factor.copy_(0.2 * torch.randn(factor.shape, generator=generator))
+    return engine
+
+
+TRAINERS = {version: make_trainer(lora, seed=version) for version, lora in LORAS.items()}
+
+
+def write_from(trainer):
+    async def write(tensors):
+        source = trainer.policy.adapter_state_dict()
+        assert tensors.keys() == source.keys()
+        for name, target in tensors.items():
+            target.copy_(source[name])
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with serve_engine(
+        tmp_path_factory.mktemp("engine"), SPEC, max_num_seqs=64, dtype="bfloat16", num_threads=2
+    ) as served:
+        served.run(served.engine.update_weights(weights_of(), version=-1, base_id=BASE_ID))
+        for version, trainer in TRAINERS.items():
+            served.run(load(served.engine, version, trainer, is_newest=False))
+        yield served
+
+
+def weights_of():
+    from tests.support.policies import writer
+
+    return writer(MODEL)
+
+
+def load(engine, version, trainer, **options):
+    return engine.load_adapter(
+        write_from(trainer),
+        version=version,
+        lora=trainer.policy.lora.config,
+        **{"base_id": BASE_ID} | options,
+    )
+
+
+def sample(served, versions, **settings):
+    """Completions of all prompts by each of these adapters, drawn at the same time."""
+    sampling = SamplingParams(**{"max_tokens": 20, "seed": 1, "num_samples": 2} | settings)
+
+    async def draw():
+        calls = [
+            served.engine.generate(PROMPTS, sampling=sampling, adapter=version)
+            for version in versions
+        ]
+        return await asyncio.gather(*calls)
+
+    return served.run(draw())
+
+
+def test_adapters_in_one_batch_give_each_request_the_bits_that_it_has_alone(served):
+    together = sample(served, [None, *LORAS, None])
+    for version, completions in zip([None, *LORAS, None], together, strict=True):
+        assert same(completions, *sample(served, [version])), version
+    assert same(together[0], together[-1])
+    texts = {completions[3][0].token_ids.tobytes() for completions in together}
+    assert len(texts) == len(LORAS) + 1, "every adapter writes something else"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_trainer_computes_the_logprobs_that_were_sampled_with(served, temperature):
+    together = sample(served, LORAS, temperature=temperature)
+    for (version, trainer), completions in zip(TRAINERS.items(), together, strict=True):
+        samples = [
+            as_sample(prompt, completion, temperature=temperature)
+            for prompt, of_prompt in zip(PROMPTS, completions, strict=True)
+            for completion in of_prompt
+        ]
+        for given, logprobs in zip(samples, trainer.compute_logprobs(samples), strict=True):
+            expected = given.generator_logprobs[given.mask]
+            assert np.array_equal(logprobs[given.mask], expected), version
+        [scored] = served.run(
+            served.engine.compute_logprobs([samples[0].token_ids], adapter=version)
+        )
+        plain = dataclasses.replace(samples[0], temperature=1.0)
+        assert np.array_equal(scored, trainer.compute_logprobs([plain])[0]), version
+
+
+def test_requests_that_run_keep_their_adapter_and_new_ones_get_the_newest(served):
+    engine = served.engine
+    old, new = TRAINERS[101], TRAINERS[103]
+    sampling = SamplingParams(max_tokens=60, seed=2)
+
+    async def switch():
+        await load(engine, 7, old)
+        running = asyncio.create_task(engine.generate(PROMPTS[:2], sampling=sampling))
+        while not engine._core.has_requests:
+            await asyncio.sleep(0.001)
+        await load(engine, 8, new)
+        later = await engine.generate(PROMPTS[:2], sampling=sampling)
+        return await running, later
+
+    running, later = served.run(switch())
+    for completions, version, same_as in ((running, 7, 101), (later, 8, 103)):
+        for [completion] in completions:
+            assert set(completion.policy_versions.tolist()) == {version}
+        expected = served.run(engine.generate(PROMPTS[:2], sampling=sampling, adapter=same_as))
+        assert same(completions, expected)
+    # Nobody follows adapter 7 any more.
+    assert 7 not in engine._core.adapters.versions
+    engine.give_up_adapters([8])
+    served.run(engine.generate(PROMPTS[:1], sampling=sampling))
+    assert 8 not in engine._core.adapters.versions
+
+
+def test_adapters_that_do_not_belong_here_are_refused_and_change_nothing(served):
+    engine, trainer = served.engine, TRAINERS[101]
+    before = sample(served, [102])
+    with pytest.raises(WeightMismatchError, match=r"adapter 9 was trained beside other weights"):
+        served.run(load(engine, 9, trainer, base_id=BASE_ID + 1))
+    lora = LoRA.Config(rank=65)
+    with pytest.raises(ValueError, match=r"adapter 9 has rank 65.*max_lora_rank=64"):
+        served.run(
+            engine.load_adapter(write_from(trainer), version=9, lora=lora, base_id=BASE_ID)
+        )
+    with pytest.raises(MissingAdapterError, match=r"adapter 9 is not loaded here"):
+        sample(served, [9])
+
+    async def fail(tensors):
+        raise OSError("the link is down")
+
+    with pytest.raises(OSError, match="the link is down"):
+        served.run(
+            engine.load_adapter(fail, version=9, lora=trainer.policy.lora.config, base_id=BASE_ID)
+        )
+    assert 9 not in engine._core.adapters.versions
+    assert same(*before, *sample(served, [102]))
+
+
+def test_least_recently_used_adapter_makes_room_but_never_one_in_use(served, monkeypatch):
+    engine = served.engine
+    shelf = engine._shelf
+    sizes = {version: kept.num_bytes for version, kept in shelf._kept.items()}
+    assert set(sizes) == set(LORAS)
+    monkeypatch.setattr(shelf, "_limit_bytes", sum(sizes.values()))
+    for version in (101, 103, 102, 104):
+        sample(served, [version], max_tokens=1)
+    served.run(load(engine, 20, TRAINERS[101], is_newest=False))
+    assert set(shelf.versions) == {102, 103, 104, 20}, "101 was not used for longest"
+
+    # As large as all others, and 103 is in use.
+    monkeypatch.setattr(shelf, "_limit_bytes", sizes[103])
+    sampling = SamplingParams(max_tokens=100, seed=2)
+
+    async def load_meanwhile():
+        running = asyncio.create_task(
+            engine.generate(PROMPTS[:3], sampling=sampling, adapter=103)
+        )
+        while not engine._core.has_requests:
+            await asyncio.sleep(0.001)
+        with pytest.raises(AdapterRoomError, match=r"beside 103 \(.* used by 3 requests\)"):
+            await load(engine, 21, TRAINERS[103], is_newest=False)
+        return await running
+
+    completions = served.run(load_meanwhile())
+    assert [len(c.token_ids) for [c] in completions] == [100, 100, 100]
+    served.run(load(engine, 21, TRAINERS[103], is_newest=False))
+    assert shelf.versions == [21]
+    assert same(
+        completions, served.run(engine.generate(PROMPTS[:3], sampling=sampling, adapter=21))
+    )
