@@ -58,7 +58,7 @@ class VLLMGenerator(Actor, Configurable):
     @property
     def policy_version(self) -> int | None:
         """Version of the weights that are served, which spans record; None while there are none."""
-        return None if self.engine is None else self.engine.policy_version
+        return None if self.engine is None else self.engine.newest_version
 
     @endpoint
     @span("setup")
@@ -85,9 +85,10 @@ class VLLMGenerator(Actor, Configurable):
         sampling: SamplingParams,
         call_id: str = "",
         begun: Begun | None = None,
+        adapter: int | None = None,
     ) -> list[list[Completion]]:
         return await self._require_engine().generate(
-            prompts, sampling=sampling, call_id=call_id, begun=begun
+            prompts, sampling=sampling, call_id=call_id, begun=begun, adapter=adapter
         )
 
     @concurrent_endpoint
@@ -97,8 +98,10 @@ class VLLMGenerator(Actor, Configurable):
 
     @concurrent_endpoint
     @span("compute_logprobs")
-    async def compute_logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return await self._require_engine().compute_logprobs(sequences)
+    async def compute_logprobs(
+        self, sequences: Sequence[np.ndarray], *, adapter: int | None = None
+    ) -> list[np.ndarray]:
+        return await self._require_engine().compute_logprobs(sequences, adapter=adapter)
 
     @concurrent_endpoint
     @span("sleep")
@@ -111,15 +114,38 @@ class VLLMGenerator(Actor, Configurable):
         await self._require_engine().wake()
 
     @concurrent_endpoint
-    async def pull_model_state_dict(self, snapshot: Snapshot) -> tuple[BoxSum, ...]:
+    async def pull_model_state_dict(
+        self, snapshot: Snapshot, *, is_newest: bool = True
+    ) -> tuple[BoxSum, ...]:
         """Pull a version's weights in place between two engine steps; return their checksums.
 
         `WeightStore.pull` writes into the tensors that the engine computes with, and sums what is
-        there then. `on_update` decides what happens to running requests.
+        there then. `on_update` decides what happens to running requests. An adapter is pulled while
+        the engine computes, and added between two steps; with `is_newest` it serves the new
+        requests that name none.
         """
-        pull = partial(self._pull, self.store, snapshot)
-        with span("pull", version=snapshot.version):
-            return await self._require_engine().update_weights(pull, version=snapshot.version)
+        pull, engine = partial(self._pull, self.store, snapshot), self._require_engine()
+        version, adapter = snapshot.version, snapshot.adapter
+        with span("pull", version=version):
+            if adapter is None:
+                return await engine.update_weights(pull, version=version, base_id=snapshot.base_id)
+            return await engine.load_adapter(
+                pull,
+                version=version,
+                lora=adapter.lora,
+                base_id=adapter.base_id,
+                is_newest=is_newest,
+            )
+
+    @concurrent_endpoint
+    async def get_base_id(self) -> int | None:
+        """Return the checksum of the weights, without adapters; None if there are none."""
+        return self._require_engine().base_id
+
+    @concurrent_endpoint
+    async def give_up_adapters(self, versions: Sequence[int]) -> None:
+        """Free adapters as soon as no request uses them."""
+        self._require_engine().give_up_adapters(versions)
 
     @concurrent_endpoint
     @span("use_store")

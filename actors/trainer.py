@@ -37,8 +37,9 @@ from rl.types import RUN
 from rl.utils.load import ComputeThreads
 from rl.utils.processes import use_threads
 from rl.utils.threads import WorkerThread
-from rl.weights.checksum import load_kernel
+from rl.weights.checksum import digest_sums, load_kernel
 from rl.weights.store import Shard, WeightStore
+from rl.weights.types import BASE, AdapterInfo
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,8 @@ class PolicyTrainer(Actor, Configurable):
         self._thread = WorkerThread("training-engine")
         self._pushes: set[concurrent.futures.Future[None]] = set()
         """Pushes that are going on: the weights must not change until they are done."""
+        self._base_part: asyncio.Future[int] | None = None
+        """This rank's part of the checksum of the base, from the latest push of it."""
         self._rank: int | None = None
         """Known from `setup` on."""
         self._sleep: TrainerSleep | None = None
@@ -204,9 +207,10 @@ class PolicyTrainer(Actor, Configurable):
     async def push_model_state_dict(self, model_id: str = RUN, version: int | None = None) -> Shard:
         """Put this rank's shards into the store under the current or the given version.
 
-        The tensors are those of `TrainingEngine.model_state_dict` between two calls of the engine,
-        which computes on while they are copied. Calls that change weights, made later, wait. The
-        version is not announced yet.
+        The tensors are those between two calls of the engine, which computes on while they are
+        copied. Calls that change weights, made later, wait. The version is not announced yet. Of a
+        model with adapters that generators serve beside its base, only they are pushed; `BASE` as
+        the version pushes the base.
         """
         engine = self.find_engine(model_id)
         pushed: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -214,19 +218,40 @@ class PolicyTrainer(Actor, Configurable):
         def begin() -> tuple[int, dict[str, Tensor]]:
             # The weights as they are between two calls of the engine; collective where adapters are
             # merged.
-            state_dict = engine.model_state_dict()
+            if version == BASE:
+                state_dict = engine.model_state_dict(merge=False)
+            elif engine.policy.served_lora is not None:
+                state_dict = engine.policy.adapter_state_dict()
+            else:
+                state_dict = engine.model_state_dict()
             self._pushes.add(pushed)
             return engine.policy_version if version is None else version, state_dict
 
+        base_part = self._base_part
+        if version == BASE:
+            # An adapter may be pushed while this goes on.
+            base_part = self._base_part = asyncio.get_running_loop().create_future()
         number, state_dict = await self._compute(begin)
         try:
-            return await self.store.push(
-                version=number, state_dict=state_dict, buffer_names=engine.buffer_names()
+            lora, adapter = engine.policy.served_lora, None
+            if lora is not None and number != BASE:
+                assert base_part is not None, "the base is pushed before its adapters"
+                adapter = AdapterInfo(lora=lora.config, base_id=await base_part)
+            shard = await self.store.push(
+                version=number,
+                state_dict=state_dict,
+                buffer_names=engine.buffer_names(),
+                adapter=adapter,
             )
+            if number == BASE and base_part is not None:
+                base_part.set_result(digest_sums(shard.sums))
+            return shard
         finally:
             # Also after an error: the next change of the weights would wait forever.
             self._pushes.discard(pushed)
             pushed.set_result(None)
+            if number == BASE and base_part is not None:
+                base_part.cancel()  # Without effect once it has its result.
 
     @concurrent_endpoint
     @span("measure")

@@ -36,8 +36,8 @@ from rl.types import RUN, PullResult
 from rl.utils.clock import now_s
 from rl.utils.errors import RunError
 from rl.weights.checksum import check_sums
-from rl.weights.store import WeightStore
-from rl.weights.types import WeightStoreError
+from rl.weights.store import Snapshot, WeightStore
+from rl.weights.types import BASE, WeightParityError, WeightStoreError
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ class GeneratorPool:
         store: WeightStore,
         parity: ParityText | None = None,
         drains: bool = False,
+        has_adapters: bool = False,
+        keeps_base: bool = False,
         start: Callable[[int], Awaitable[ActorGroup]] | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:
@@ -63,7 +65,9 @@ class GeneratorPool:
 
         Args:
             parity: text of the logprob parity; None compares checksums only.
-            drains: a pull first waits for running completions.
+            drains: a pull of whole weights first waits for running completions.
+            has_adapters: the run's adapters are pushed alone, and served beside the base.
+            keeps_base: keep the base in the store, for generators that forget it when they sleep.
             start: starts a lost generator again, given its number; None: a loss is an error.
             supervisor: limits the restarts.
         """
@@ -78,6 +82,14 @@ class GeneratorPool:
         self.store = store
         self.parity = parity
         self._drains = drains
+        self._has_adapters = has_adapters
+        self._keeps_base = keeps_base
+        self._has_pushed_base = False
+        """True if this trainer has pushed what its adapters stand beside."""
+        self._base_model = RUN
+        """A model with this base."""
+        self._bringing = asyncio.Lock()
+        """Held while generators get the base."""
         self._expected: dict[int, asyncio.Future[list[Any]]] = {}
         """The trainer's logprobs of the text, by version, requested with the push."""
         self._pulling = asyncio.Lock()
@@ -115,13 +127,27 @@ class GeneratorPool:
             ]
             await asyncio.wait(restarts, return_when=asyncio.FIRST_COMPLETED)
 
-    async def push(self, *, model_id: str = RUN, version: int | None = None) -> int:
+    async def push(
+        self,
+        *,
+        model_id: str = RUN,
+        version: int | None = None,
+        has_adapter: bool | None = None,
+    ) -> int:
         """Push the weights of the run, or those of a model by id under the version given.
 
         Every trainer rank stores its shard; then the version can be pulled, and is returned. The
         trainer's logprobs of the parity text are requested at once, for the weights that are
-        pushed.
+        pushed. Of a model whose adapters are served beside its base they alone are pushed, after
+        the base with the first of them.
+
+        Args:
+            has_adapter: the model is such a one; None for that of a run.
         """
+        serves_apart = self._has_adapters if has_adapter is None else has_adapter
+        base: asyncio.Future[None] | None = None
+        if serves_apart and not self._has_pushed_base:
+            base = asyncio.ensure_future(self._push_base(model_id))
         # Both calls are sent here and now, before anything else that the trainer is asked for. The
         # logprobs are awaited while the generators pull.
         push = asyncio.ensure_future(
@@ -140,6 +166,8 @@ class GeneratorPool:
                 )
             )
         try:
+            if base is not None:
+                await base
             pushed = self.store.announce(await push).version
         except BaseException:
             # Nobody will await the logprobs of a version that does not exist.
@@ -196,6 +224,7 @@ class GeneratorPool:
         """Prevent pulls while the store is replaced; forget all versions of the lost trainer."""
         async with self._pulling:
             self._version = None
+            self._has_pushed_base = False
             # A version number may return with other weights: its logprobs must not.
             while self._expected:
                 await _give_up(self._expected.popitem()[1])
@@ -254,24 +283,11 @@ class GeneratorPool:
         """
         snapshot = self.store.snapshot(version)
         try:
-            calls = []
-            for generator in generators:
-                # Running completions end first, each within the limit of a whole call.
-                extra_s = generator.timeouts.generate_s if self._drains else 0.0
-                calls.append(
-                    generator.call(
-                        VLLMGenerator.pull_model_state_dict,
-                        snapshot,
-                        pulls=version,
-                        timeout="sync_s",
-                        extra_s=extra_s,
-                    )
-                )
-            answers, lost = await _gather_answers(generators, calls)
-            pulled = {group.name: list(chain.from_iterable(ranks)) for group, ranks in answers}
-            check_sums(version=version, pushed=snapshot.sums, pulled=pulled)
+            if snapshot.adapter is not None:
+                await self.bring_base(generators, base_id=snapshot.adapter.base_id)
+            pulled, lost = await self._pull(snapshot, generators)
             started = now_s()
-            diff, lost_later = await self._compare(version, [g for g, _ in answers])
+            diff, lost_later = await self._compare(snapshot, pulled)
             result = PullResult(parity_diff=diff, parity_s=now_s() - started)
         except BaseException:
             # The version is still served: logprobs that are there are for the next generator that
@@ -282,10 +298,81 @@ class GeneratorPool:
         self._expected = {v: expected for v, expected in self._expected.items() if v >= version}
         return result, [*lost, *lost_later]
 
+    async def _pull(
+        self, snapshot: Snapshot, generators: Sequence[ActorGroup], *, is_newest: bool = True
+    ) -> tuple[list[ActorGroup], list[ActorLostError]]:
+        """Let generators pull a version; return those that have it, and the errors of lost ones."""
+        calls = []
+        for generator in generators:
+            # Running completions end first, each within the limit of a whole call.
+            waits = self._drains and snapshot.adapter is None
+            calls.append(
+                generator.call(
+                    VLLMGenerator.pull_model_state_dict,
+                    snapshot,
+                    is_newest=is_newest,
+                    pulls=snapshot.version,
+                    timeout="sync_s",
+                    extra_s=generator.timeouts.generate_s if waits else 0.0,
+                )
+            )
+        answers, lost = await _gather_answers(generators, calls)
+        pulled = {group.name: list(chain.from_iterable(ranks)) for group, ranks in answers}
+        check_sums(version=snapshot.version, pushed=snapshot.sums, pulled=pulled)
+        return [group for group, _ in answers], lost
+
+    def _push_base(self, model_id: str) -> Coroutine[Any, Any, None]:
+        """Put the weights that the adapters of a model stand beside into the store.
+
+        The call is sent at once, as that of `push`.
+        """
+        call = self.trainer.call(
+            PolicyTrainer.push_model_state_dict, model_id=model_id, version=BASE, timeout="sync_s"
+        )
+        self._has_pushed_base, self._base_model = True, model_id
+
+        async def announce() -> None:
+            try:
+                self.store.announce(await call)
+            except BaseException:
+                self._has_pushed_base = False
+                raise
+
+        return announce()
+
+    async def bring_base(self, generators: Sequence[ActorGroup], *, base_id: int) -> None:
+        """Let generators that hold other weights pull the base with this checksum.
+
+        It stays in the store only while some generator lacks it: a copy there is as large as the
+        model.
+        """
+        async with self._bringing:
+            answers, _ = await _gather_answers(
+                generators,
+                [
+                    group.call(VLLMGenerator.get_base_id, needs_devices=False, timeout="sync_s")
+                    for group in generators
+                ],
+            )
+            lacking = [group for group, ids in answers if set(ids) != {base_id}]
+            if lacking:
+                if BASE not in self.store.versions():
+                    await self._push_base(self._base_model)
+                snapshot = self.store.snapshot(BASE)
+                if snapshot.base_id != base_id:
+                    raise WeightParityError(
+                        f"the base's checksum is {snapshot.base_id}, and the adapter was trained "
+                        f"on {base_id}: the frozen weights of the trainer have changed"
+                    )
+                await self._pull(snapshot, lacking)
+            if BASE in self.store.versions() and not self._keeps_base:
+                await self.store.delete(BASE)
+
     async def _compare(
-        self, version: int, generators: Sequence[ActorGroup]
+        self, snapshot: Snapshot, generators: Sequence[ActorGroup]
     ) -> tuple[float | None, list[ActorLostError]]:
         """Return the largest difference of a generator's logprobs from the trainer's, in nats."""
+        version = snapshot.version
         if self.parity is None:
             return None, []
         if version not in self._expected:
@@ -296,9 +383,13 @@ class GeneratorPool:
         # The trainer's logprobs first, as trainer and generators may have to take turns on a
         # device.
         logprobs_T = (await asyncio.shield(self._expected[version]))[0][0]
+        adapter = None if snapshot.adapter is None else version
         calls = [
             generator.call(
-                VLLMGenerator.compute_logprobs, [self.parity.token_ids], timeout="train_s"
+                VLLMGenerator.compute_logprobs,
+                [self.parity.token_ids],
+                adapter=adapter,
+                timeout="train_s",
             )
             for generator in generators
         ]

@@ -75,6 +75,7 @@ class AdapterShelf:
             self._drop(version)
 
     def clear(self) -> None:
+        """Forget all adapters."""
         self._kept, self._unwanted, self.newest = {}, set(), None
 
     def take_unwanted(self, users: Counter[int]) -> tuple[int, ...]:

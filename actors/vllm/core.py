@@ -361,6 +361,10 @@ class VLLMCore:
         """Give back the memory of weights and cache, or take it again, while nothing is running."""
         if asleep == self.asleep:
             return
+        if asleep and self._policy.bank is not None:
+            # They come with the weights, which are pulled again.
+            for version in list(self._policy.bank.versions):
+                self.drop_adapter(version)
         if not current_platform.is_cpu():
             # Level 2 keeps no copy of the weights: they come with the next update.
             engine: Any = self._client.engine_core

@@ -132,6 +132,11 @@ class GeneratorEngine(Configurable):
         self._closing = False
         self._failure: GeneratorError | None = None
 
+    @property
+    def newest_version(self) -> int | None:
+        """Version that new requests get which name no adapter; None while there are no weights."""
+        return self.policy_version if self._shelf.newest is None else self._shelf.newest
+
     async def start(self) -> None:
         """Import vllm, build the engine and make its first steps; collective over the ranks.
 
@@ -341,9 +346,11 @@ class GeneratorEngine(Configurable):
     async def _set_asleep(self, asleep: bool) -> None:
         self._check_serving()
         if self._core.asleep != asleep:
+            self.base_id = None
             async with self._pause(Pause(asleep=asleep)):
                 assert self._thread is not None
                 await self._thread.run(self._core.set_asleep, asleep)
+                self._shelf.clear()
 
     async def run_between_steps(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread between two steps; on rank 0 only."""
@@ -468,7 +475,9 @@ class GeneratorEngine(Configurable):
 
     def _begin_pause(self, asked: PauseRequest, aborted: tuple[int, ...]) -> EngineTurn:
         """Return the turn that begins a pause; one for an adapter makes room for it, if it can."""
-        pause, drop, refusal = asked.pause, (), None
+        pause = asked.pause
+        drop: tuple[int, ...] = ()
+        refusal: str | None = None
         if pause.adapter is not None:
             try:
                 drop = self._shelf.make_room(pause.adapter, asked.num_bytes, self._count_users())

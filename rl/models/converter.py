@@ -40,6 +40,11 @@ class ModelConverter(Configurable):
             """False if products round otherwise than those of the generators."""
             return True
 
+        @property
+        def is_served_apart(self) -> bool:
+            """True if generators get what it adds beside the plain weights, not merged."""
+            return False
+
     compute_dtype: ClassVar[str | None] = None
     """Dtype that factors of products are rounded to, None for the model's.
 
@@ -87,11 +92,6 @@ class ModelConverter(Configurable):
 
     def post_optimizer_hook(self, model: nn.Module) -> None:
         """React to an optimizer step; called on every rank."""
-
-    @property
-    def is_served_apart(self) -> bool:
-        """True if generators get what it added beside the plain weights, not merged into them."""
-        return False
 
     def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
         """Return the plain model's value of a parameter in the layout of `tensor`; collective."""
@@ -180,7 +180,7 @@ class ModelConverters:
             tensor = parameters[name].detach()
             # The last converter was applied to the results of the others.
             for member in reversed(self.members):
-                if merge or not member.is_served_apart:
+                if merge or not member.config.is_served_apart:
                     tensor = member.plain_tensor(name, tensor)
             yield name, tensor
 

@@ -74,9 +74,10 @@ def compute_token_logprobs(
     Returns:
         Logprobs [T] or [T, K], float32 nats with gradient, and entropy [T], float32 nats.
     """
-    adapted = head if isinstance(head, AdaptedWeight) else None
-    weight_VE = head if adapted is None else adapted.weight
-    hidden_TE, weight, shard = _prepare_inputs(hidden_TE, weight_VE, loss_parallel=loss_parallel)
+    adapted: AdaptedWeight | None = None
+    if isinstance(head, AdaptedWeight):
+        adapted, head = head, head.weight
+    hidden_TE, weight, shard = _prepare_inputs(hidden_TE, head, loss_parallel=loss_parallel)
     compute = partial(
         chunk_logprobs or compute_chunk_logprobs,
         weight=weight,

@@ -75,6 +75,10 @@ class LoRA(ModelConverter):
         def keeps_bits(self) -> bool:
             return not self.merge
 
+        @property
+        def is_served_apart(self) -> bool:
+            return not self.merge
+
     config: Config
 
     def convert(self, model: nn.Module) -> None:
@@ -205,10 +209,6 @@ class LoRA(ModelConverter):
             prefix = f"{weight.removesuffix('.weight')}{SUFFIX}"
             names |= {f"{prefix}.{factor}" for factor in FACTORS}
         return names
-
-    @property
-    def is_served_apart(self) -> bool:
-        return not self.config.merge
 
     def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
         adapter = self._adapters.get(name)

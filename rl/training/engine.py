@@ -394,18 +394,18 @@ class TrainingEngine(Configurable):
         with await_ranks(f"save_adapter of step {self.policy_version}"), raise_if_unwritten(folder):
             save_adapter(self.policy, folder)
 
-    def model_state_dict(self) -> dict[str, Tensor]:
-        """Return the plain model's parameters and persistent buffers by name, as generators load.
+    def model_state_dict(self, *, merge: bool = True) -> dict[str, Tensor]:
+        """Return the plain model's parameters and persistent buffers by name.
 
         Names are those of the Decoder without converters: `layers.0.attention.qkv_proj.weight` is
-        there, LoRA's factors are not, since adapters are merged into their weights. What a mesh
-        shards is a DTensor with this rank's shard. Parameters that no converter changes are the
-        trained parameters themselves, detached and not copied: the next step changes them. A rank
-        of a pipeline has the tensors of its stages.
+        there, LoRA's factors are not: adapters are merged, or with `merge` False left out. What a
+        mesh shards is a DTensor with this rank's shard. Parameters that no converter changes are
+        the trained parameters themselves, detached and not copied: the next step changes them. A
+        rank of a pipeline has the tensors of its stages.
         """
         self._check_version()
         with await_ranks("model_state_dict"):
-            return self.policy.state_dict()
+            return self.policy.state_dict(merge=merge)
 
     def _check_version(self) -> None:
         """Raise CheckpointError if the weights are between two versions."""

@@ -261,7 +261,7 @@ class Policy:
     def served_lora(self) -> LoRA | None:
         """LoRA whose adapters generators get beside the base; None: they get whole weights."""
         for converter in self.converters.members:
-            if isinstance(converter, LoRA) and converter.is_served_apart:
+            if isinstance(converter, LoRA) and converter.config.is_served_apart:
                 return converter
         return None
 

@@ -16,7 +16,8 @@ GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 
 import numpy as np
@@ -177,6 +178,20 @@ def make_box_sum(name: str, box: Box, *, dtype: torch.dtype, value: int) -> BoxS
         shape=box.shape,
         value=value,
     )
+
+
+def digest_sums(boxes: Iterable[BoxSum]) -> int:
+    """Return one checksum of all tensors; those of different ranks' boxes add up, mod 2**64.
+
+    Each box must be there once.
+    """
+    total = 0
+    for box in boxes:
+        kind = f"{box.name} {box.dtype} {box.global_shape}".encode()
+        # Odd, so that no bit of a tensor's sum is lost.
+        weight = int.from_bytes(hashlib.sha256(kind).digest()[:8], "little") | 1
+        total += weight * box.value
+    return total % 2**64
 
 
 def check_sums(

@@ -138,7 +138,7 @@ class SegmentPool:
     def __init__(self) -> None:
         self._used: dict[int, list[Segment]] = {}
         self._free: list[Segment] = []
-        self._is_checked = False
+        self._checked_bytes = 0
 
     def take(
         self, version: int, num_bytes: int, *, num_versions: int
@@ -146,16 +146,18 @@ class SegmentPool:
         """Return a free segment of this size that nobody reads, or a new one.
 
         Raises:
-            SharedMemoryError: `num_versions` of this size do not fit; checked at the first call.
+            SharedMemoryError: `num_versions` of this size do not fit; checked at the first call of
+                a size.
         """
-        if not self._is_checked and num_bytes * num_versions > free_memory():
+        needed = num_bytes * num_versions
+        if needed > self._checked_bytes and needed > free_memory():
             raise SharedMemoryError(
                 f"weights need {num_bytes * num_versions / 1e9:.3g} GB of shared memory in process "
                 f"{os.getpid()} ({num_versions} versions: those kept and the one being written), "
                 f"and {free_memory() / 1e9:.3g} GB are free: lower weights.keep_versions (now "
                 f"{num_versions - 1}), or set weights.transport='files'"
             )
-        self._is_checked = True
+        self._checked_bytes = max(self._checked_bytes, needed)
         segment, ref = self._reuse(num_bytes) or self._allocate(num_bytes)
         self._used.setdefault(version, []).append(segment)
         return segment, ref
@@ -176,10 +178,15 @@ class SegmentPool:
         assert ref is not None, "a new segment has no readers"
         return segment, ref
 
-    def drop(self, version: int) -> None:
-        """Free the segments of a deleted version for the next one, and close older free ones."""
+    def drop(self, version: int, *, reuse: bool = True) -> None:
+        """Free the segments of a deleted version for the next one, and close older free ones.
+
+        Without `reuse` they are closed: no version of their size follows.
+        """
         segments = self._used.pop(version, [])
-        if segments:
+        if not reuse:
+            self._close(segments)
+        elif segments:
             # Free segments that the deleted version could not use are of another size, or are
             # being read: the next version would hardly use them either.
             self._close(self._free)
@@ -259,9 +266,9 @@ class Volume(Actor):
         return message
 
     @endpoint
-    async def drop(self, version: int) -> None:
+    async def drop(self, version: int, reuse: bool = True) -> None:
         self._stored.pop(version, None)
-        self._pool.drop(version)
+        self._pool.drop(version, reuse=reuse)
 
     @endpoint
     async def reset(self) -> None:
@@ -359,6 +366,11 @@ class SegmentMaps:
                 "free",
                 ref.num_bytes / 1e9, device, reason,
             )  # fmt: skip
+
+    def unmap(self, ref: SegmentRef) -> None:
+        """Unmap a segment that is not used again; its memory goes when its owner closes it too."""
+        if (ref.pid, ref.id) in self._maps:
+            self._release((ref.pid, ref.id))
 
     def _release(self, key: tuple[int, bytes]) -> None:
         mapped = self._maps.pop(key)

@@ -25,7 +25,7 @@ import shutil
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -53,10 +53,13 @@ from rl.weights.boxes import (
     select_parts_to_push,
     split_reads,
 )
+from rl.weights.checksum import digest_sums
 from rl.weights.copies import Copier, Copy
 from rl.weights.monarch_private import LostProcessError
 from rl.weights.shared_memory import SegmentMaps, SegmentRef, Volume, identify_host
 from rl.weights.types import (
+    BASE,
+    AdapterInfo,
     VersionExistsError,
     VersionNotFoundError,
     WeightStoreError,
@@ -82,6 +85,7 @@ class Shard:
     place: SegmentRef | Path | None
     """The shared memory or the file that holds the boxes; None if there are none."""
     sums: tuple[BoxSum, ...]
+    adapter: AdapterInfo | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +102,22 @@ class Snapshot:
         for shard in self.shards:
             sums += shard.sums
         return sums
+
+    @property
+    def base_id(self) -> int:
+        """Checksum of all tensors, by which adapters name the base that they were trained on."""
+        return digest_sums(self.sums)
+
+    @property
+    def adapter(self) -> AdapterInfo | None:
+        """What the adapter is, if this is one; None for whole weights."""
+        first = self.shards[0].adapter
+        if first is None:
+            return None
+        infos = [shard.adapter for shard in self.shards]
+        assert all(info is not None and info.lora == first.lora for info in infos)
+        base_id = sum(info.base_id for info in infos if info is not None) % 2**64
+        return replace(first, base_id=base_id)
 
 
 class WeightStore(Configurable):
@@ -190,7 +210,12 @@ class WeightStore(Configurable):
             remove_versions(self._folder)
 
     async def push(
-        self, *, version: int, state_dict: Mapping[str, Tensor], buffer_names: Collection[str] = ()
+        self,
+        *,
+        version: int,
+        state_dict: Mapping[str, Tensor],
+        buffer_names: Collection[str] = (),
+        adapter: AdapterInfo | None = None,
     ) -> Shard:
         """Store this rank's part of the weights; every trainer rank calls it with its own part.
 
@@ -221,8 +246,8 @@ class WeightStore(Configurable):
                 sums = await self._copy_to_flat(torch.from_numpy(data), parts, packed)
                 await write_file(place, data)
             elif parts:
-                # While a version is written, `keep_versions` others may be read.
-                num_versions = self.config.keep_versions + 1
+                # While a version is written, `keep_versions` others may be read; of bases none.
+                num_versions = 1 if version == BASE else self.config.keep_versions + 1
                 volume = self._get_volume(rank)
                 ref: SegmentRef = await volume.reserve.call_one(
                     version, packed, num_bytes, num_versions
@@ -233,7 +258,16 @@ class WeightStore(Configurable):
                 with self._maps.hold(ref) as memory:
                     await self._maps.prepare(ref, device=parts[0].local.device)
                     sums = await self._copy_to_flat(memory, parts, packed)
-        return Shard(version=version, rank=rank, parts=tuple(packed), place=place, sums=tuple(sums))
+                if version == BASE:
+                    self._maps.unmap(ref)
+        return Shard(
+            version=version,
+            rank=rank,
+            parts=tuple(packed),
+            place=place,
+            sums=tuple(sums),
+            adapter=adapter,
+        )
 
     async def _copy_to_flat(
         self, flat: Tensor, parts: Sequence[Part], packed: Sequence[PackedPart]
@@ -287,6 +321,10 @@ class WeightStore(Configurable):
             sums = await _gather_all(
                 self._fetch(shards[number], of_shard) for number, of_shard in reads.items()
             )
+        for shard in shards:
+            # A base is pulled once, and its memory goes when nobody maps it.
+            if version == BASE and isinstance(shard.place, SegmentRef):
+                self._maps.unmap(shard.place)
         return tuple(itertools.chain.from_iterable(sums))
 
     async def _fetch(self, shard: Shard, reads: Sequence[Read]) -> list[BoxSum]:
@@ -346,11 +384,12 @@ class WeightStore(Configurable):
                     partial(shutil.rmtree, files, ignore_errors=True), name="weight-files"
                 )
             elif self._volumes is not None:
-                await self._volumes.drop.call(version)
+                await self._volumes.drop.call(version, version != BASE)
 
     async def prune(self) -> list[int]:
         """Delete all announced versions but the `keep_versions` newest; return those deleted."""
-        old = self.versions()[: -self.config.keep_versions]
+        versions = [version for version in self.versions() if version != BASE]
+        old = versions[: -self.config.keep_versions]
         for version in old:
             await self.delete(version)
         return old

@@ -1,8 +1,26 @@
-"""Errors of the weight store, which cross process boundaries."""
+"""Errors of the weight store, which cross process boundaries, and kinds of versions."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from rl.utils.errors import RunError
+
+BASE = -1
+"""Version of the weights that adapters stand beside. It is pushed when a generator lacks it, and
+deleted when all have it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterInfo:
+    """What a version is that holds an adapter instead of whole weights."""
+
+    lora: Any
+    """Settings of the adapter, an `rl.models.lora.LoRA.Config`."""
+    base_id: int
+    """Checksum of the base's weights in the generators' dtype (`digest_sums`); of a shard, its
+    rank's part of it."""
 
 
 class WeightStoreError(RunError):

@@ -168,9 +168,7 @@ def test_adapters_that_do_not_belong_here_are_refused_and_change_nothing(served)
         served.run(load(engine, 9, trainer, base_id=BASE_ID + 1))
     lora = LoRA.Config(rank=65)
     with pytest.raises(ValueError, match=r"adapter 9 has rank 65.*max_lora_rank=64"):
-        served.run(
-            engine.load_adapter(write_from(trainer), version=9, lora=lora, base_id=BASE_ID)
-        )
+        served.run(engine.load_adapter(write_from(trainer), version=9, lora=lora, base_id=BASE_ID))
     with pytest.raises(MissingAdapterError, match=r"adapter 9 is not loaded here"):
         sample(served, [9])
 
@@ -201,9 +199,7 @@ def test_least_recently_used_adapter_makes_room_but_never_one_in_use(served, mon
     sampling = SamplingParams(max_tokens=100, seed=2)
 
     async def load_meanwhile():
-        running = asyncio.create_task(
-            engine.generate(PROMPTS[:3], sampling=sampling, adapter=103)
-        )
+        running = asyncio.create_task(engine.generate(PROMPTS[:3], sampling=sampling, adapter=103))
         while not engine._core.has_requests:
             await asyncio.sleep(0.001)
         with pytest.raises(AdapterRoomError, match=r"beside 103 \(.* used by 3 requests\)"):
