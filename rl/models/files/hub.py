@@ -90,6 +90,21 @@ def fetch_from_hub(name: str, *, revision: str | None, downloads: bool) -> Path 
     raise ValueError(_describe_failure(name, revision, problem)) from problem
 
 
+def find_hub_name(folder: str | Path) -> tuple[str, str] | None:
+    """Return name and commit of a model whose folder is in the hub's cache, None for any other.
+
+    Example:
+        >>> find_hub_name("/cache/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2")
+        ('Qwen/Qwen3-0.6B', 'c1899de2')
+    """
+    commit, snapshots, model = (Path(folder).name, *(p.name for p in Path(folder).parents[:2]))
+    kind, *parts = model.split("--")
+    # The hub allows no "--" in names, so the parts are those of the name.
+    if kind != "models" or not 1 <= len(parts) <= 2 or snapshots != "snapshots":
+        return None
+    return "/".join(parts), commit
+
+
 def read_hub_config(name: str, *, revision: str | None) -> dict[str, Any]:
     """Return config.json of a model on the hub, of which nothing is kept.
 

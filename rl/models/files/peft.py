@@ -100,6 +100,14 @@ _FOREIGN = {
     r"modules_to_save|base_layer": (
         f"is of a layer that was trained whole: adapt it instead, {_MERGE}"
     ),
+    r"unembed_tokens\.lora_": (
+        "is the output head's under Tinker's name: rename 'model.unembed_tokens' to 'lm_head'"
+    ),
+    r"\.language_model\.": (
+        "is of a model with images: remove 'language_model.' from the names if the base model here "
+        "has the same text layers"
+    ),
+    rf"^(?!{re.escape(_PREFIX)})": f"lacks PEFT's prefix {_PREFIX!r}: add it to the names",
 }
 """Meaning of a tensor that is no factor of a product, by a pattern of its name."""
 
@@ -120,6 +128,7 @@ def write_peft_folder(
     rank: int,
     alpha: float,
     base_model: str | None,
+    revision: str | None = None,
 ) -> None:
     """Write a folder that PEFT can open, atomically.
 
@@ -127,7 +136,8 @@ def write_peft_folder(
 
     Args:
         factors: Hugging Face name of a weight, A and B.
-        base_model: folder of the base model's weights.
+        base_model: folder of the base model's weights, or the model's name on the hub.
+        revision: commit of the base model on the hub.
     """
     with publish_folder(folder) as temporary:
         tensors: dict[str, Tensor] = {}
@@ -142,6 +152,7 @@ def write_peft_folder(
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base_model,
+            "revision": revision,
             "r": rank,
             "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
             "target_modules": list(targets),

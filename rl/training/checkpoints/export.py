@@ -15,6 +15,7 @@ import torch
 
 from rl.distributed.process_group import barrier
 from rl.models.files.hf import find_hf_buffers, write_hf_folder
+from rl.models.files.hub import find_hub_name
 from rl.models.files.peft import write_peft_folder
 from rl.training.policy import Policy
 
@@ -47,12 +48,17 @@ def save_adapter(policy: Policy, folder: str | Path) -> None:
     config, factors = policy.lora.config, policy.gather_tensors(policy.lora.yield_peft_factors())
     with _gather_on_exit(policy, factors) as writes:
         if writes:
+            base, revision = policy.base_model, None
+            # A path of the hub's cache opens on no other machine.
+            if base is not None and (on_hub := find_hub_name(base)) is not None:
+                base, revision = on_hub
             write_peft_folder(
                 folder,
                 factors,
                 rank=config.rank,
                 alpha=config.alpha,
-                base_model=policy.base_model,
+                base_model=base,
+                revision=revision,
             )
             if policy.base_model is None:
                 logger.warning(
