@@ -55,14 +55,18 @@ main(json.loads(sys.argv[1]), *sys.argv[2:])
 
 def ask_vllm(*folders: Path) -> list[dict[str, Any]]:
     """Return vLLM's results on `TEXTS` with each folder's model."""
+    return run_vllm(ENGINE, json.dumps(TEXTS), *map(str, folders))
+
+
+def run_vllm(program: str, *arguments: str) -> Any:
+    """Return the value that a program prints as JSON after RESULT, in another process."""
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-c", ENGINE, json.dumps(TEXTS), *map(str, folders)]
     run = subprocess.run(
-        command,
+        [sys.executable, "-c", program, *arguments],
         env=environment,
         capture_output=True,
         text=True,
