@@ -73,25 +73,8 @@ class VLLMCore:
     ) -> None:
         adapt_vllm()
         use_threads(config.num_threads)
-        is_safe: Callable[[], bool] | None = None
-        if current_platform.is_cpu() and config.tensor_parallel_degree == 1:
-            # Bits depend on the batch anyway, unless the batch-invariant mode says otherwise. But
-            # tensor-parallel ranks must draw the same tokens.
-            is_safe = lambda: True  # noqa: E731
         model_config: Any = model_spec.adapter.config_from_hf(read_hf_config(hf_assets_path))
-        if model_spec.batch_invariant and current_platform.is_cpu():
-            products: dict[str, Any] = {
-                "dtype": getattr(torch, config.dtype),
-                "max_rows": config.max_num_batched_tokens,
-                "tensor_parallel_degree": config.tensor_parallel_degree,
-                "float32_head": model_spec.float32_head,
-            }
-            # Before vLLM starts, which fixes the number of threads of its process.
-            check_machine(model_config, **products)
-            is_safe = partial(
-                has_equal_bits, model_config, num_threads=config.num_threads, **products
-            )
-
+        is_safe = _find_thread_check(config, model_spec=model_spec, model=model_config)
         self._threads = ComputeThreads(
             config.num_threads, is_safe=is_safe if config.follow_load else None
         )
@@ -386,6 +369,29 @@ class VLLMCore:
         self._running.pop(request_id, None)
         self._adapters.pop(request_id, None)
         self._sampler.remove(str(request_id))
+
+
+def _find_thread_check(
+    config: GeneratorConfig, *, model_spec: ModelSpec, model: Any
+) -> Callable[[], bool] | None:
+    """Return what tells whether the number of threads may follow the load; None: it may not.
+
+    Raises ValueError if this machine cannot keep what the batch-invariant mode promises.
+    """
+    if not current_platform.is_cpu():
+        return None
+    if model_spec.batch_invariant:
+        products: dict[str, Any] = {
+            "dtype": getattr(torch, config.dtype),
+            "max_rows": config.max_num_batched_tokens,
+            "tensor_parallel_degree": config.tensor_parallel_degree,
+            "float32_head": model_spec.float32_head,
+        }
+        # Before vLLM starts, which fixes the number of threads of its process.
+        check_machine(model, **products)
+        return partial(has_equal_bits, model, num_threads=config.num_threads, **products)
+    # Bits depend on the batch anyway. But tensor-parallel ranks must draw the same tokens.
+    return (lambda: True) if config.tensor_parallel_degree == 1 else None
 
 
 def build_engine_args(

@@ -24,15 +24,13 @@ import logging
 import os
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from actors.vllm.adapters import AdapterRoomError, AdapterShelf
 from actors.vllm.config import GeneratorConfig
@@ -52,17 +50,16 @@ from actors.vllm.requests import (
     make_completion_samples,
     make_scoring_samples,
 )
+from actors.vllm.updates import EngineUpdates
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
 from rl.models.files.hf import read_hf_config
 from rl.models.files.tokenizer import open_tokenizer
-from rl.models.lora import LoRA
 from rl.models.sampling import End, spells_any
 from rl.models.spec import ModelSpec
 from rl.types import Completion, SamplingParams
 from rl.utils.processes import disable_collections
 from rl.utils.threads import WorkerThread
-from rl.weights.types import WeightMismatchError
 
 if TYPE_CHECKING:
     from actors.vllm.core import VLLMCore
@@ -73,7 +70,7 @@ T = TypeVar("T")
 CLOSE_TIMEOUT_S = 10.0
 
 
-class GeneratorEngine(Configurable):
+class GeneratorEngine(EngineUpdates, Configurable):
     """One rank's vLLM engine, with concurrent calls and weight updates.
 
     Only `_build`, `_take_turn` and `_end_pause` run in the engine's thread.
@@ -153,10 +150,6 @@ class GeneratorEngine(Configurable):
             await self.close()
             raise
         self._task = asyncio.create_task(self._run(self._thread), name="generator engine")
-
-    def model_state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's weights; write to them only inside `update_weights`."""
-        return self._core.get_weights()
 
     async def generate(
         self,
@@ -244,114 +237,6 @@ class GeneratorEngine(Configurable):
         samples = make_scoring_samples(sequences, ids=self._ids, adapter=adapter)
         return await self._queue.submit(samples)
 
-    async def update_weights(
-        self,
-        write: Callable[[dict[str, Tensor]], Awaitable[T]],
-        *,
-        version: int,
-        base_id: int | None = None,
-    ) -> T:
-        """Let `write` overwrite `model_state_dict()` in place with the weights of `version`.
-
-        Call it on every rank. `write` runs in a pause between two steps (pauses.py), with
-        `on_update` drain after the running requests have finished; the engine's loop grants it
-        (`_run_pause`). Then all ranks agree that they have written (`_end_pause`), and
-        `VLLMCore.weights_changed` adapts kernels and cache before the next step. After a failure
-        there are no valid weights: running requests fail, and nothing is generated until an update
-        succeeds.
-
-        Raises:
-            GeneratorError: another rank failed to write, or the engine was closed or has failed.
-            Exception: the error of `write`.
-        """
-        self.base_id = None
-        async with self._pause(Pause(version=version)):
-            written = await write(self.model_state_dict())
-        self.base_id = base_id
-        return written
-
-    async def load_adapter(
-        self,
-        write: Callable[[dict[str, Tensor]], Awaitable[T]],
-        *,
-        version: int,
-        lora: LoRA.Config,
-        base_id: int | None,
-        is_newest: bool = True,
-    ) -> T:
-        """Let `write` fill the factors of an adapter, and add it beside the weights.
-
-        Call it on every rank. The factors are written while the engine computes; only then all
-        ranks add the adapter between two steps. Requests that run go on with what they have, and
-        new ones get it: those that name it, and with `is_newest` those that name none. After a
-        failure nothing has changed.
-
-        Raises:
-            ValueError: the engine is not sized for such an adapter.
-            WeightMismatchError: it was trained beside other weights, or there is none of its name.
-            AdapterRoomError: it does not fit beside those that requests use.
-            GeneratorError: another rank failed, or the engine was closed or has failed.
-        """
-        self._check_serving()
-        if lora.rank > self.config.max_lora_rank:
-            raise ValueError(
-                f"adapter {version} has rank {lora.rank}: must be at most "
-                f"generator.max_lora_rank={self.config.max_lora_rank}"
-            )
-        if base_id != self.base_id:
-            raise WeightMismatchError(
-                f"adapter {version} was trained beside other weights (checksum {base_id}) than "
-                f"those that are served ({self.base_id}): must be of the same base"
-            )
-        assert self._thread is not None
-        adapter = await self._thread.run(self._core.prepare_adapter, lora)
-        failure: Exception | None = None
-        try:
-            written = await write(adapter.tensors)
-        except Exception as error:  # noqa: BLE001  (raised in the pause, which all ranks await)
-            failure = error
-        pause = Pause(adapter=version)
-        async with self._pauses.add(pause, num_bytes=adapter.num_bytes).use_engine():
-            if failure is not None:
-                raise failure
-            load = partial(self._core.load_adapter, version, adapter, is_newest=is_newest)
-            await self._thread.run(load)
-            self._shelf.add(version, num_bytes=adapter.num_bytes, is_newest=is_newest)
-        return written
-
-    def give_up_adapters(self, versions: Sequence[int]) -> None:
-        """Free adapters as soon as no request uses them; unknown ones are ignored."""
-        for version in versions:
-            self._shelf.give_up(version)
-        self._queue.changed.set()
-
-    def _use_adapter(self, version: int | None) -> None:
-        if version is not None:
-            self._shelf.use(version)
-
-    async def sleep(self) -> None:
-        """Give back the memory of weights and key-value cache until `wake`, for a shared device.
-
-        Call it on every rank. Running requests finish first (see `abort`), waiting requests fail.
-        After `wake`, a version must be written first. Raises ValueError if `can_sleep` is False.
-        """
-        if not self.config.can_sleep:
-            raise ValueError("generator.can_sleep=False: must be True for a generator that sleeps")
-        await self._set_asleep(True)
-
-    async def wake(self) -> None:
-        """Take the memory again; call it on every rank."""
-        await self._set_asleep(False)
-
-    async def _set_asleep(self, asleep: bool) -> None:
-        self._check_serving()
-        if self._core.asleep != asleep:
-            self.base_id = None
-            async with self._pause(Pause(asleep=asleep)):
-                assert self._thread is not None
-                await self._thread.run(self._core.set_asleep, asleep)
-                self._shelf.clear()
-
     async def run_between_steps(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread between two steps; on rank 0 only."""
         self._check_serving()
@@ -379,9 +264,9 @@ class GeneratorEngine(Configurable):
                 "the engine's thread was still busy %g s after the close", CLOSE_TIMEOUT_S
             )
 
-    def _check_serving(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def _use_adapter(self, version: int | None) -> None:
+        if version is not None:
+            self._shelf.use(version)
 
     def _check_weights(self) -> None:
         if self._core.asleep:
@@ -400,15 +285,6 @@ class GeneratorEngine(Configurable):
                 folder = Path(self._hf_assets_path)
                 self._tokenizer, _ = await asyncio.to_thread(open_tokenizer, folder)
         return partial(spells_any, texts, tokenizer=self._tokenizer)
-
-    def _pause(self, pause: Pause) -> AbstractAsyncContextManager[None]:
-        """Return a context in which no rank steps, and this rank's engine may be changed."""
-        self._check_serving()
-        if pause.version is not None and self._core.asleep:
-            raise GeneratorError(
-                f"the generator sleeps: wake must be called before version {pause.version} is taken"
-            )
-        return self._pauses.add(pause).use_engine()
 
     async def _run(self, thread: WorkerThread) -> None:
         """Step the engine until it is closed or fails; then fail every waiting caller."""

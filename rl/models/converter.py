@@ -33,6 +33,8 @@ class ModelConverter(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Settings of a converter, and what they mean for generators."""
+
         owner: ClassVar[type[ModelConverter]]
 
         @property

@@ -63,6 +63,16 @@ def read_number(typingctx: Any, x: Any) -> Any:
 
 def _make_add_tile(num_vectors: int, lanes: int) -> Any:
     """Return the function that adds a tile of ROWS rows and `num_vectors` x `lanes` columns."""
+    vector_type, wide_type = ir.VectorType(_FLOAT, lanes), ir.VectorType(_INT32, lanes)
+
+    def in_all_lanes(builder: Any, number: Any) -> Any:
+        undefined = ir.Constant(vector_type, ir.Undefined)
+        first = builder.insert_element(undefined, number, ir.Constant(_INT32, 0))
+        return builder.shuffle_vector(first, undefined, ir.Constant(wide_type, [0] * lanes))
+
+    def widen(builder: Any, halves: Any) -> Any:
+        bits = builder.shl(builder.zext(halves, wide_type), ir.Constant(wide_type, [16] * lanes))
+        return builder.bitcast(bits, vector_type)
 
     @intrinsic
     def add_tile(
@@ -75,16 +85,13 @@ def _make_add_tile(num_vectors: int, lanes: int) -> Any:
         of b and out are contiguous. `a` and `out` are float32, b float32 or a bfloat16's bits.
         """
         arguments = (a, row, b, column, count, out)
-        vector_type, wide_type = ir.VectorType(_FLOAT, lanes), ir.VectorType(_INT32, lanes)
         is_wide = b.dtype == types.float32
+        stored_type = vector_type if is_wide else ir.VectorType(_INT16, lanes)
 
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             _, row, _, column, count, _ = values
-            fma = cgutils.get_or_insert_function(
-                builder.module,
-                ir.FunctionType(vector_type, [vector_type] * 3),
-                f"llvm.fma.v{lanes}f32",
-            )
+            kind = ir.FunctionType(vector_type, [vector_type] * 3)
+            fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{lanes}f32")
 
             def pointer(argument: int, i: Any, j: Any, kind: Any) -> Any:
                 array = context.make_array(arguments[argument])(context, builder, values[argument])
@@ -93,36 +100,25 @@ def _make_add_tile(num_vectors: int, lanes: int) -> Any:
                 )
                 return builder.bitcast(item, kind.as_pointer())
 
-            def shifted(start: Any, offset: int) -> Any:
-                return builder.add(start, start.type(offset))
-
-            def in_all_lanes(number: Any) -> Any:
-                undefined = ir.Constant(vector_type, ir.Undefined)
-                first = builder.insert_element(undefined, number, ir.Constant(_INT32, 0))
-                return builder.shuffle_vector(first, undefined, ir.Constant(wide_type, [0] * lanes))
-
-            def load_factors(i: Any, j: Any) -> Any:
-                if is_wide:
-                    return builder.load(pointer(2, i, j, vector_type), align=4)
-                halves = builder.load(pointer(2, i, j, ir.VectorType(_INT16, lanes)), align=2)
-                bits = builder.shl(
-                    builder.zext(halves, wide_type), ir.Constant(wide_type, [16] * lanes)
-                )
-                return builder.bitcast(bits, vector_type)
-
             # The tile's sums stay in registers over the whole loop: a load and a store for each
             # step would cost more than the multiply-add.
-            parts = [shifted(column, number * lanes) for number in range(num_vectors)]
-            rows = [shifted(row, r) for r in range(ROWS)]
+            parts = [builder.add(column, column.type(n * lanes)) for n in range(num_vectors)]
+            rows = [builder.add(row, row.type(r)) for r in range(ROWS)]
             places = [pointer(5, row, part, vector_type) for row in rows for part in parts]
             sums = [
                 cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places
             ]
             with cgutils.for_range(builder, count, intp=count.type) as loop:
+                i = loop.index
                 factors = [
-                    in_all_lanes(builder.load(pointer(0, row, loop.index, _FLOAT))) for row in rows
+                    in_all_lanes(builder, builder.load(pointer(0, row, i, _FLOAT))) for row in rows
                 ]
-                vectors = [load_factors(loop.index, part) for part in parts]
+                vectors = [
+                    builder.load(pointer(2, i, part, stored_type), align=4 if is_wide else 2)
+                    for part in parts
+                ]
+                if not is_wide:
+                    vectors = [widen(builder, vector) for vector in vectors]
                 for total, (factor, vector) in zip(sums, product(factors, vectors), strict=True):
                     builder.store(builder.call(fma, [factor, vector, builder.load(total)]), total)
             for total, place in zip(sums, places, strict=True):

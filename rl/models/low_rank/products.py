@@ -7,7 +7,7 @@ Shape legend: T rows, M tiles of four rows, I input and O output width, N produc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,19 @@ from torch import Tensor
 from rl.models.batch_invariant.functions import share
 from rl.models.batch_invariant.kernels import COLUMNS, NARROW, ROWS
 from rl.models.low_rank.kernel import NUM_FIELDS, add_low_rank
-from rl.models.low_rank.layer import Factors
+
+
+class Factors(Protocol):
+    """What is needed here of `rl.models.low_rank.layer.Factors`, which needs this module."""
+
+    @property
+    def a(self) -> Tensor: ...
+    @property
+    def b(self) -> Tensor: ...
+    @property
+    def rows_ON(self) -> Tensor: ...  # noqa: N802
+    @property
+    def layer(self) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
