@@ -69,11 +69,6 @@ class AdapterShelf:
             if self.newest == version:
                 self.newest = None
 
-    def clear_one(self, version: int) -> None:
-        """Forget an adapter that was dropped on another rank."""
-        if version in self._kept:
-            self._drop(version)
-
     def clear(self) -> None:
         """Forget all adapters."""
         self._kept, self._unwanted, self.newest = {}, set(), None

@@ -152,17 +152,21 @@ class VLLMCore:
         """The adapters that are loaded."""
         return self._policy.use_adapters()
 
-    def load_adapter(self, version: int, adapter: Adapter, *, is_newest: bool) -> None:
-        """Add an adapter between two steps; requests that run keep theirs."""
+    def load_adapter(self, version: int, adapter: Adapter) -> None:
+        """Add an adapter between two steps, which no request uses yet."""
         self.adapters.load(version, adapter.factors)
-        if is_newest:
-            self._newest_adapter = version
-            # They have no computed tokens, so they can begin with the new one.
-            for waiting in self._scheduler.waiting:
-                request = self._running[int(waiting.request_id)]
-                if request.adapter is None:
-                    self._adapters[request.id] = version
-                    self._salt(waiting, request.id)
+
+    def follow_adapter(self, version: int) -> None:
+        """Give an adapter to requests that name none and have not begun; those that run keep
+        theirs.
+        """
+        self._newest_adapter = version
+        for waiting in self._scheduler.waiting:
+            request = self._running[int(waiting.request_id)]
+            # Preempted requests wait too, and have begun.
+            if request.adapter is None and waiting.num_output_tokens == 0:
+                self._adapters[request.id] = version
+                self._salt(waiting, request.id)
 
     def drop_adapter(self, version: int) -> None:
         """Free an adapter that no request uses."""

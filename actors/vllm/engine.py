@@ -409,8 +409,10 @@ class GeneratorEngine(EngineUpdates, Configurable):
         everywhere = await thread.run(self._end_pause, pause, changed)
 
         if pause.adapter is not None:
-            if changed and not everywhere:
-                self._shelf.clear_one(pause.adapter)
+            if everywhere:
+                self._shelf.add(
+                    pause.adapter, num_bytes=request.num_bytes, is_newest=pause.is_newest
+                )
         elif not everywhere:
             self._queue.fail(GeneratorError(f"{pause} failed"))
         elif pause.version is None:
@@ -426,7 +428,9 @@ class GeneratorEngine(EngineUpdates, Configurable):
         """Return whether all ranks succeeded, and prepare the engine for the next step."""
         everywhere = self._lockstep.all_agree(changed)
         if pause.adapter is not None:
-            if changed and not everywhere:
+            if everywhere and pause.is_newest:
+                self._core.follow_adapter(pause.adapter)
+            elif changed and not everywhere:
                 self._core.drop_adapter(pause.adapter)
             return everywhere
         if not everywhere:

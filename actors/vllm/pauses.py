@@ -41,6 +41,8 @@ class Pause:
     """Policy version of the weights that are written."""
     adapter: int | None = None
     """Version of an adapter that is added; running requests go on as they are."""
+    is_newest: bool = False
+    """Requests that name no adapter, and have not begun, get this one."""
     asleep: bool = False
     """True to sleep; running requests finish first."""
 

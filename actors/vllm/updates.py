@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
@@ -104,14 +103,12 @@ class EngineUpdates:
             written = await write(adapter.tensors)
         except Exception as error:  # noqa: BLE001  (raised in the pause, which all ranks await)
             failure = error
-        pause = Pause(adapter=version)
+        pause = Pause(adapter=version, is_newest=is_newest)
         async with self._pauses.add(pause, num_bytes=adapter.num_bytes).use_engine():
             if failure is not None:
                 raise failure
             self._check_base(version, base_id)  # Weights may have come meanwhile.
-            load = partial(self._core.load_adapter, version, adapter, is_newest=is_newest)
-            await self._thread.run(load)
-            self._shelf.add(version, num_bytes=adapter.num_bytes, is_newest=is_newest)
+            await self._thread.run(self._core.load_adapter, version, adapter)
         return written
 
     def _check_base(self, version: int, base_id: int | None) -> None:

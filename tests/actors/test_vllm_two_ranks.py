@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import Awaitable
 from dataclasses import replace
@@ -11,11 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from actors.vllm.engine import GeneratorEngine
 from examples.custom_model import MULTIPLIERS
+from rl.distributed.sharding import local_tensor, slice_local_shard
+from rl.models.decoder import Decoder
 from rl.models.generate import generate
+from rl.models.lora import LoRA
+from rl.models.low_rank.shapes import AdapterShapes
 from rl.types import SamplingParams
 from tests.support.distributed import run_ranks
 from tests.support.policies import (
@@ -48,6 +54,7 @@ PROMPTS = prompts_of([5, 1, 40, 150, 33, 7, 64])
 SAMPLING = SamplingParams(max_tokens=31, num_samples=3, temperature=0.8, seed=1)
 LONG = replace(SAMPLING, max_tokens=60)
 SEQUENCES = prompts_of([2, 150, 256], seed=9)
+LORA = LoRA.Config(rank=8, alpha=16.0, unembedding=True)
 SETTINGS: dict[str, Any] = {
     "tensor_parallel_degree": 2,
     "max_num_seqs": 12,
@@ -69,6 +76,7 @@ def live(folder: str) -> dict[str, Any]:
         await hurry(engine)
         results |= await update_while_calls_run(engine)
         results |= await fail_and_heal(engine)
+        results |= await use_adapters(engine)
         await engine.sleep()
         await engine.wake()
         results |= await update_in_flight(engine)
@@ -116,6 +124,66 @@ async def fail_and_heal(engine: GeneratorEngine) -> dict[str, Any]:
     return {"one_rank_failed": failed, "no_weights": no_weights, "healed": healed}
 
 
+async def use_adapters(engine: GeneratorEngine) -> dict[str, Any]:
+    """Load adapters while calls run, one of which a rank cannot write, and let one make room."""
+
+    async def load(seed: int, version: int, *, is_newest: bool = True) -> None:
+        write = factor_writer(seed)
+        await engine.load_adapter(
+            write, version=version, lora=LORA, base_id=None, is_newest=is_newest
+        )
+
+    async def fail_on_rank_1(tensors: dict[str, Tensor]) -> None:
+        await factor_writer(3)(tensors)
+        if engine.world.rank == 1:
+            raise KeyError("adapter 30")
+
+    await load(1, 10)
+    # No more than can run at once: requests that have not begun get the newest adapter.
+    call = asyncio.create_task(engine.generate(PROMPTS[:3], sampling=LONG))
+    await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=20), adapter=10)
+    failed = await error_of(
+        engine.load_adapter(fail_on_rank_1, version=30, lora=LORA, base_id=None)
+    )
+    await load(2, 20)
+    later = engine.generate(PROMPTS, sampling=SAMPLING)
+    kept, newest = await asyncio.gather(call, later)
+    # Each rank has room for one: rank 0 decides which goes.
+    engine._shelf._limit_bytes = 1
+    refused = await error_of(load(3, 40))
+    engine._shelf._limit_bytes = max(kept.num_bytes for kept in engine._shelf._kept.values())
+    engine.give_up_adapters([20])
+    await load(3, 40, is_newest=False)
+    loaded = sorted(engine._core.adapters.versions)
+    return {
+        "kept": kept, "newest": newest, "load_failed": failed, "refused": refused, "loaded": loaded,
+    }  # fmt: skip
+
+
+def factor_writer(seed: int) -> Any:
+    """Return a function that fills factors with the same numbers in any layout."""
+
+    async def write(tensors: dict[str, Tensor]) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for target in tensors.values():
+            whole = 0.2 * torch.randn(target.shape, generator=generator)
+            local_tensor(target).copy_(slice_local_shard(whole, target))
+
+    return write
+
+
+def add_adapter(model: Decoder, seed: int) -> Decoder:
+    """Return the model with the sums of its weights and an adapter's products."""
+    shapes = AdapterShapes(SPEC, LORA, mesh=None)
+    tensors = shapes.allocate(torch.float32, device=torch.device("cpu"))
+    asyncio.run(factor_writer(seed)(tensors))
+    merged = copy.deepcopy(model)
+    for name, factors in shapes.read(tensors).items():
+        spread = factors.layer.spread_by_source(factors.b, factors.rows_ON)
+        merged.get_submodule(name).weight.data += factors.layer.scale * spread @ factors.a
+    return merged
+
+
 async def update_in_flight(engine: GeneratorEngine) -> dict[str, Any]:
     # Starting a second engine would take 12 s.
     engine._core._on_update, engine._drains = "recompute", False
@@ -160,8 +228,8 @@ def test_ranks_stay_in_step_under_concurrent_calls_and_an_update(ranks):
 
 
 def test_only_rank_0_answers(ranks):
-    names = ("first", "waiting", "healed", "across", "scored")
-    assert [ranks[1][name] for name in names] == [[]] * 5
+    names = ("first", "waiting", "healed", "across", "scored", "kept", "newest")
+    assert [ranks[1][name] for name in names] == [[]] * 7
     assert ranks[1]["concurrent"] == [[], [], []]
     assert [rank["threads_left"] for rank in ranks] == [0, 0]
 
@@ -176,6 +244,25 @@ def test_update_that_fails_on_one_rank_fails_on_all(ranks):
     healed = ranks[0]["healed"]
     assert tokens_of(healed) == tokens_of(generate(OLD, PROMPTS[:1], sampling=SAMPLING))
     assert versions_of(healed) == {4}
+
+
+def test_ranks_serve_adapters_with_the_results_of_one_rank(ranks):
+    cases = (("kept", 1, 10, PROMPTS[:3], LONG), ("newest", 2, 20, PROMPTS, SAMPLING))
+    for name, seed, version, prompts, sampling in cases:
+        errors = logprob_errors(add_adapter(OLD, seed), prompts, ranks[0][name], sampling)
+        assert errors.max() <= 1e-4
+        assert errors.mean() <= 1e-5
+        assert versions_of(ranks[0][name]) == {version}
+
+
+def test_ranks_agree_on_the_adapters_that_are_loaded(ranks):
+    assert ranks[1]["load_failed"] == "KeyError: 'adapter 30'"
+    assert ranks[0]["load_failed"] == (
+        "GeneratorError: the load of adapter 30 failed on another rank of the generator"
+    )
+    for rank in ranks:
+        assert rank["refused"].startswith("AdapterRoomError: adapter 40 of")
+        assert rank["loaded"] == [40]
 
 
 def test_ranks_stay_in_step_when_weights_change_in_flight(ranks):
