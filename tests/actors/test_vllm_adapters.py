@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from actors.cluster.parity import LogprobParityError, ParityText
 from actors.vllm.adapters import AdapterRoomError, MissingAdapterError
 from rl.distributed.process_group import World
 from rl.models.lora import LoRA
+from rl.models.low_rank.bank import AdapterBank
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.types import SamplingParams
@@ -159,6 +161,72 @@ def test_requests_that_run_keep_their_adapter_and_new_ones_get_the_newest(served
     engine.give_up_adapters([8])
     served.run(engine.generate(PROMPTS[:1], sampling=sampling))
     assert 8 not in engine._core.adapters.versions
+
+
+PARITY = ParityText(token_ids=np.concatenate(PROMPTS[2:4]), max_diff=0.0)
+
+
+def check_parity(served, version, trainer):
+    """The check that a run makes after every pull."""
+    [logprobs] = served.run(served.engine.compute_logprobs([PARITY.token_ids], adapter=version))
+    return PARITY.check(
+        policy_version=version,
+        expected_T=trainer.compute_logprobs([PARITY.sample])[0],
+        of_generators={"generator_0": logprobs},
+    )
+
+
+def scale_twice(bank, version, factors):
+    bank._scales[bank.versions[version].slot] *= next(iter(factors.values())).layer.scale
+
+
+def transpose(bank, version, factors):
+    """Keep a square B of one layer by columns in place of rows."""
+    packed = bank.versions[version].layers["layers.0.attention.qkv_proj"]
+    rank = packed.b.size(0)
+    packed.b[:, :rank] = packed.b[:, :rank].t().clone()
+
+
+def use_another_slot(bank, version, factors):
+    own, other = bank.versions[version].slot, bank.versions[101].slot
+    for table in bank._tables.values():
+        table[own] = table[other]
+
+
+def leave_out(bank, version, factors):
+    for table in bank._tables.values():
+        table[bank.versions[version].slot] = 0
+
+
+def round_scale(bank, version, factors):
+    bank._scales[bank.versions[version].slot] *= 1.001
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [leave_out, scale_twice, transpose, use_another_slot, round_scale],
+    ids=lambda f: f.__name__,
+)
+def test_adapter_that_is_not_computed_with_is_found_by_the_parity_of_logprobs(
+    served, monkeypatch, fault
+):
+    trainer = TRAINERS[103]
+    served.run(load(served.engine, 50, trainer, is_newest=False))
+    assert check_parity(served, 50, trainer) == 0.0
+
+    load_right = AdapterBank.load
+
+    def load_wrong(bank, version, factors):
+        load_right(bank, version, factors)
+        fault(bank, version, factors)
+
+    monkeypatch.setattr(AdapterBank, "load", load_wrong)
+    served.run(load(served.engine, 51, trainer, is_newest=False))
+    with pytest.raises(LogprobParityError, match="with policy version 51 generator_0 differs"):
+        check_parity(served, 51, trainer)
+    assert check_parity(served, 50, trainer) == 0.0
+    served.engine.give_up_adapters([50, 51])
+    served.run(served.engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=1)))
 
 
 def test_adapters_that_do_not_belong_here_are_refused_and_change_nothing(served):
