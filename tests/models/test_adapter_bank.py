@@ -98,3 +98,15 @@ def test_each_sequence_of_a_batch_has_the_bits_that_it_has_alone(dtype):
     plain = run(model, torch.cat([ids for _, ids in sequences]), lengths).split(lengths)
     assert torch.equal(plain[1], together.split(lengths)[1])
     assert not torch.equal(plain[0], together.split(lengths)[0])
+
+
+@pytest.mark.parametrize("target", ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"])
+def test_one_of_the_fused_weights_is_adapted_alone(target):
+    """The kernel computes PyTorch's numbers, whichever rows of a layer have no adapter."""
+    lora = LoRA.Config(rank=3, target_modules=(target,))
+    for factors in draw_factors(SPEC, lora, seed=0).values():
+        x = torch.randn(5, factors.a.size(1), generator=torch.Generator().manual_seed(1))
+        out = torch.zeros(5, factors.b.size(0))
+        plain = factors.add_to(out, x)
+        factors.layer.has_fixed_order = True
+        torch.testing.assert_close(factors.add_to(out, x), plain, atol=1e-5, rtol=1e-5)

@@ -98,7 +98,8 @@ def add_low_rank(
         for column in range(0, num_columns, NARROW):
             add_narrow_tile(inputs, 0, a, column, width, low)
         runs = carray(_to_pointer(entry[RUNS]), (entry[NUM_RUNS], 3), np.int64)
-        stride = (runs[-1, END] + COLUMNS - 1) // COLUMNS * COLUMNS + COLUMNS
+        # Of all columns of the output: the last ones may belong to no run.
+        stride = (out.shape[1] + COLUMNS - 1) // COLUMNS * COLUMNS + COLUMNS
         b = carray(_to_pointer(entry[B]), (rank, stride), x.dtype)
         _add_runs(low, b, runs, rank, scales[slot], rows[tile], out)
 
