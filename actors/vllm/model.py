@@ -38,6 +38,7 @@ from rl.models.decoder import Attention as DecoderAttention
 from rl.models.decoder import find_persistent_buffers, reset_buffers
 from rl.models.files.hf import read_hf_config
 from rl.models.layers.attention import SequenceLayout
+from rl.models.layers.moe import GroupedExperts
 from rl.models.low_rank.bank import HEAD, NONE, AdapterBank
 from rl.models.parallelize import (
     ShardedLinear,
@@ -45,6 +46,9 @@ from rl.models.parallelize import (
     parallelize_decoder_generator,
 )
 from rl.models.spec import ModelSpec
+
+ADAPTED_LAYERS = (nn.Linear, PackedLinear, ShardedLinear, GroupedExperts)
+"""Layers that adapters can stand beside; an output head is treated apart."""
 
 
 def register_policy(spec: ModelSpec) -> str:
@@ -135,7 +139,7 @@ class VLLMPolicy(nn.Module):
         if self.bank is None:
             layers: dict[str, nn.Module] = {}
             for name, layer in self.model.named_modules():
-                if isinstance(layer, nn.Linear | PackedLinear | ShardedLinear) and name != HEAD:
+                if isinstance(layer, ADAPTED_LAYERS) and name != HEAD:
                     layers[name] = layer
             dtype = self.model.embed_tokens.weight.dtype
             has_head = self.model.lm_head is not None

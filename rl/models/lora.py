@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rl.distributed.sharding import gather_whole, local_tensor, slice_local_shard
 from rl.models.converter import ModelConverter
 from rl.models.files.peft import read_peft_folder
+from rl.models.layers.moe import DOWN, GATE_UP, GroupedExperts, multiply_groups
 from rl.models.low_rank.layer import FACTORS, SUFFIX, LowRank
 
 HEAD = "lm_head"
@@ -45,7 +46,8 @@ class LoRA(ModelConverter):
         target_modules: tuple[str, ...] | None = None
         """Linear layers to adapt, by Hugging Face's names (q_proj, gate_proj ...) or ours (qkv_proj
         is q_proj, k_proj and v_proj; gate_up_proj is gate_proj and up_proj). None selects all
-        layers of attention and feed-forward; experts of a mixture cannot be adapted."""
+        layers of attention and feed-forward, those of a mixture's experts included; its router is
+        never adapted."""
         unembedding: bool = False
         """Adapt the output head too, unless it shares the embedding's weight."""
         seed: int = 0
@@ -88,20 +90,19 @@ class LoRA(ModelConverter):
         """Adapters by the name of our adapted weight."""
         if any(isinstance(module, LowRank) for module in model.modules()):
             raise ValueError("the model has adapters of an earlier LoRA: must be one LoRA")
-        linears = self._find_linear_layers(model)
-        targets = self._resolve_targets(linears)
+        weights = self._find_weights(model)
+        targets = self._resolve_targets(weights)
 
         # Before the adapters are attached, whose factors are trained.
         model.requires_grad_(False)
-        for name, (linear, hf_names) in linears.items():
+        for weight, hf_names in weights.items():
+            num_fused = len(hf_names) // _count_experts(model.get_parameter(weight))
             adapted: dict[str, int] = {}
             for number, hf_name in enumerate(hf_names):
-                if _get_leaf(hf_name) in targets or _get_leaf(name) in targets:
-                    adapted[hf_name] = number
+                if _get_leaf(hf_name) in targets or _get_leaf(weight) in targets:
+                    adapted[hf_name] = number % num_fused
             if adapted:
-                adapter = self._attach(model, name, linear, adapted)
-                # A hook, so that the layer stays what the parallel plans expect.
-                linear.register_forward_hook(lambda _, args, out, a=adapter: a.add_to(out, args[0]))
+                self._attach(model, weight, adapted)
 
         if self.config.unembedding:
             head = getattr(model, HEAD, None)
@@ -111,27 +112,31 @@ class LoRA(ModelConverter):
                     "its own, its weight is the embedding's, which the adapter would change too: "
                     "must be False"
                 )
-            # The loss uses the head's weight without calling its layer.
-            self._attach(model, HEAD, head, {f"{HEAD}.weight": 0})
+            self._attach(model, f"{HEAD}.weight", {f"{HEAD}.weight": 0})
         if self.config.initial_adapter is not None:
             # Read now too, so that an adapter that does not fit is refused before weights are read.
             self._open_peft(self.config.initial_adapter)
 
-    def _find_linear_layers(self, model: nn.Module) -> dict[str, tuple[nn.Linear, list[str]]]:
-        """Return the layers that can be adapted, with the Hugging Face names of their weights."""
-        linears: dict[str, tuple[nn.Linear, list[str]]] = {}
+    def _find_weights(self, model: nn.Module) -> dict[str, list[str]]:
+        """Return the weights that can be adapted by our name, with their Hugging Face names."""
+        weights: dict[str, list[str]] = {}
         for name, module in model.named_modules():
+            leaves: tuple[str, ...] = ()
             if isinstance(module, nn.Linear) and name != HEAD:
+                leaves = ("weight",)
+            elif isinstance(module, GroupedExperts):
+                leaves = (GATE_UP, DOWN)
+            for leaf in leaves:
                 # Layers added by other converters are unknown to the adapter.
                 with suppress(KeyError):
-                    linears[name] = module, self._hf.hf_names(f"{name}.weight")
-        return linears
+                    weights[f"{name}.{leaf}"] = self._hf.hf_names(f"{name}.{leaf}")
+        return weights
 
-    def _resolve_targets(self, linears: Mapping[str, tuple[nn.Linear, list[str]]]) -> set[str]:
+    def _resolve_targets(self, weights: Mapping[str, list[str]]) -> set[str]:
         """Return the last name parts of the layers to adapt."""
         valid: dict[str, None] = {}
-        for name, (_, hf_names) in linears.items():
-            valid |= dict.fromkeys(map(_get_leaf, (*hf_names, name)))
+        for weight, hf_names in weights.items():
+            valid |= dict.fromkeys(map(_get_leaf, (*hf_names, weight)))
         targets = self.config.target_modules
         if targets is None:
             return valid.keys() & set(ALL_LINEAR)
@@ -144,27 +149,37 @@ class LoRA(ModelConverter):
                 )
         return set(targets)
 
-    def _attach(
-        self, model: nn.Module, name: str, linear: nn.Linear, adapted: dict[str, int]
-    ) -> LowRank:
-        """Add the adapter of a layer beside it; `adapted` numbers its Hugging Face weights."""
-        weight = f"{name}.weight"
+    def _attach(self, model: nn.Module, weight: str, adapted: dict[str, int]) -> None:
+        """Add the adapter of a weight beside it; `adapted` numbers its Hugging Face weights."""
+        parameter = model.get_parameter(weight)
         adapter = LowRank(
-            linear,
-            source_O=self._find_sources(weight, linear.out_features),
+            parameter,
+            source_O=self._find_sources(weight, parameter),
             adapted=adapted,
             rank=self.config.rank,
             scale=self.config.scale,
         )
         # A generator on a CPU computes products in this order, and the mode promises its bits.
         adapter.has_fixed_order = self.spec.batch_invariant and self.device.type == "cpu"
+        name = weight.removesuffix(".weight")
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), f"{leaf}{SUFFIX}", adapter)
+        module = model.get_submodule(parent)
+        setattr(module, f"{leaf}{SUFFIX}", adapter)
         self._adapters[weight] = adapter
-        return adapter
+        if isinstance(module, GroupedExperts):
+            module.adapters[leaf] = lambda out, x, ends, _: adapter.add_to_groups(
+                out, x, ends, multiply=multiply_groups
+            )
+        elif name != HEAD:  # The loss uses the head's weight without calling its layer.
+            # A hook, so that the layer stays what the parallel plans expect.
+            model.get_submodule(name).register_forward_hook(
+                lambda _, args, out: adapter.add_to(out, args[0])
+            )
 
-    def _find_sources(self, weight: str, num_rows: int) -> Tensor:
+    def _find_sources(self, weight: str, parameter: Tensor) -> Tensor:
         """Return the number of the Hugging Face weight that each row of ours comes from, [O].
+
+        All experts of a stack have the rows of their weights in the same places.
 
         Example:
             A qkv_proj of two groups with two query heads each, of one row a head: q_proj's rows
@@ -172,16 +187,20 @@ class LoRA(ModelConverter):
         """
         # The family's own regrouping of rows tells: it gets weights of one column whose rows hold
         # the weight's number.
+        num_hf_rows = self._count_hf_rows(weight, parameter)
+        num_fused = len(num_hf_rows) // _count_experts(parameter)
         hf_weights = []
-        for number, num_hf_rows in enumerate(self._count_hf_rows(weight, num_rows).values()):
-            hf_weights.append(torch.full((num_hf_rows, 1), number, device="cpu"))
-        source_O1 = self._hf.from_hf(weight, hf_weights)
-        assert source_O1.shape == (num_rows, 1), "the state-dict adapter must regroup rows alone"
-        return source_O1.squeeze(1)
+        for number, num_rows in enumerate(num_hf_rows.values()):
+            hf_weights.append(torch.full((num_rows, 1), number % num_fused, device="cpu"))
+        sources = self._hf.from_hf(weight, hf_weights)
+        assert sources.shape == (*parameter.shape[:-1], 1), (
+            "the state-dict adapter must regroup rows alone"
+        )
+        return sources.view(-1, parameter.size(-2))[0]
 
-    def _count_hf_rows(self, weight: str, num_rows: int) -> dict[str, int]:
-        """Return the number of rows of each Hugging Face weight in ours, which has `num_rows`."""
-        meta = torch.empty(num_rows, 1, device="meta")
+    def _count_hf_rows(self, weight: str, parameter: Tensor) -> dict[str, int]:
+        """Return the number of rows of each Hugging Face weight in ours, or in its B."""
+        meta = torch.empty(*parameter.shape[:-1], 1, device="meta")
         return {name: tensor.size(0) for name, tensor in self._hf.to_hf(weight, meta).items()}
 
     @torch.no_grad()
@@ -195,7 +214,7 @@ class LoRA(ModelConverter):
         # Drawn whole and sliced, so that the numbers are equal in every layout.
         generator = torch.Generator().manual_seed(self.config.seed)
         for adapter in self._adapters.values():
-            bound = 1.0 / math.sqrt(adapter.lora_a.size(1))
+            bound = 1.0 / math.sqrt(adapter.lora_a.size(-1))
             a = torch.empty(adapter.lora_a.shape).uniform_(-bound, bound, generator=generator)
             _fill(adapter.lora_a, a)
             # B is zero, so that the first policy is the plain model.
@@ -226,7 +245,9 @@ class LoRA(ModelConverter):
             a = gather_whole(adapter.lora_a.detach())
             b = gather_whole(adapter.lora_b.detach())
             b_of = self._hf.to_hf(weight, b)
-            for hf_name, a_RI in zip(adapter.adapted, a.split(adapter.rank), strict=True):
+            # Of a stack, the A's of the first expert are first.
+            a_of = a.view(-1, a.size(-1)).split(adapter.rank)
+            for hf_name, a_RI in zip(adapter.adapted, a_of, strict=True):
                 yield hf_name, a_RI, b_of[hf_name]
 
     @torch.no_grad()
@@ -237,9 +258,10 @@ class LoRA(ModelConverter):
         """
         factors = self._open_peft(folder)
         for weight, adapter in self._adapters.items():
-            _fill(adapter.lora_a, torch.cat([factors[name][0] for name in adapter.adapted]))
+            a = torch.cat([factors[name][0] for name in adapter.adapted])
+            _fill(adapter.lora_a, a.view(adapter.lora_a.shape))
             parts: list[Tensor] = []
-            for name, num_rows in self._count_hf_rows(weight, adapter.lora_b.size(0)).items():
+            for name, num_rows in self._count_hf_rows(weight, adapter.lora_b).items():
                 # Rows of a weight that is not adapted are zeros, which add nothing.
                 is_adapted = name in adapter.adapted
                 parts.append(
@@ -262,9 +284,9 @@ class LoRA(ModelConverter):
     def _open_peft(self, folder: str | Path) -> dict[str, tuple[Tensor, Tensor]]:
         widths: dict[str, tuple[int, int]] = {}
         for weight, adapter in self._adapters.items():
-            rows = self._count_hf_rows(weight, adapter.lora_b.size(0))
+            rows = self._count_hf_rows(weight, adapter.lora_b)
             for hf_name in adapter.adapted:
-                widths[hf_name] = adapter.lora_a.size(1), rows[hf_name]
+                widths[hf_name] = adapter.lora_a.size(-1), rows[hf_name]
         return read_peft_folder(
             folder, rank=self.config.rank, alpha=self.config.alpha, widths=widths
         )
@@ -273,6 +295,11 @@ class LoRA(ModelConverter):
 def _get_leaf(name: str) -> str:
     """Return `q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
     return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _count_experts(weight: Tensor) -> int:
+    """Return the number of experts in a stack of weights, 1 for a single weight."""
+    return weight.size(0) if weight.ndim == 3 else 1
 
 
 def _fill(parameter: nn.Parameter, whole: Tensor) -> None:

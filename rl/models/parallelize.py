@@ -64,7 +64,7 @@ from rl.models.decoder import (
     take_part,
 )
 from rl.models.layers.attention import HeadExchange
-from rl.models.low_rank.layer import follow_base_layers
+from rl.models.low_rank.layer import follow_base_weights
 
 TOKENS = 0
 HEADS = 1
@@ -106,11 +106,11 @@ def parallelize_decoder(
     if mesh is not None:
         if mesh[TP].size() > 1:
             _shard_tensor_parallel(model, mesh[TP])
-            follow_base_layers(model)
         if config.parallelism.exchanges_heads:
             _exchange_heads(model, ContextParallel.of(mesh[CP]))
         for layer in _find_mixtures(model):
             layer.shard(mesh, config=config)
+        follow_base_weights(model)
 
     # Recomputation and compilation wrap the blocks, and FSDP2 must wrap the result.
     prepare_blocks(model.layers, mesh=mesh, options=config)

@@ -136,7 +136,8 @@ def list_model_checks(
             device_type=device_type,
         )
     yield partial(check_compiler, config.compile, device_type=device_type)
-    yield partial(check_experts, spec.model, balance=config.experts)
+    serves_apart = any(converter.is_served_apart for converter in config.converters)
+    yield partial(check_experts, spec.model, balance=config.experts, serves_apart=serves_apart)
     yield partial(
         _check_limits,
         spec,
@@ -210,9 +211,20 @@ def _check_limits(
         )
 
 
-def check_experts(model: Decoder.Config, *, balance: ExpertBalanceConfig) -> None:
-    """Raise ValueError for expert options of a dense model."""
+def check_experts(
+    model: Decoder.Config, *, balance: ExpertBalanceConfig, serves_apart: bool = False
+) -> None:
+    """Raise ValueError for expert options of a dense model, and for biases that do not travel.
+
+    Args:
+        serves_apart: generators keep the weights of the start and get adapters alone.
+    """
     if model.has_experts:
+        if serves_apart and balance.load_balance_rate:
+            raise ValueError(
+                f"experts.load_balance_rate={balance.load_balance_rate}: must be 0 with LoRA, "
+                "whose generators keep the biases of the start; or set merge=True in LoRA"
+            )
         return
     for f in dataclasses.fields(balance):
         value = getattr(balance, f.name)

@@ -26,7 +26,7 @@ from rl.distributed.stages import StagePlan, plan_stages
 from rl.models.compat import VARLEN_TAKES_GROUPED_HEADS
 from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, Elsewhere, list_module_names, take_part
-from rl.models.low_rank.layer import find_adapted_layers
+from rl.models.low_rank.layer import find_adapted_weights
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainerConfig, TrainingConfig
 from rl.training.muon import is_hidden_matrix
@@ -179,7 +179,7 @@ def _estimate_rank(
     trained = {name: p for name, p in named.items() if p.requires_grad}
     num_copied_head = math.ceil(share.num_copied / (degrees.tp * degrees.fsdp))
     num_all = on_rank.count_sharded(named.values()) + num_copied_head
-    num_merged = on_rank.count_sharded([linear.weight for linear, _ in find_adapted_layers(module)])
+    num_merged = on_rank.count_sharded([weight for weight, _ in find_adapted_weights(module)])
     num_trained = on_rank.count_sharded(trained.values()) + num_copied_head
     gradients = kept_on_device * num_trained * stored
 
@@ -409,7 +409,7 @@ def _count_block_bytes(
         hidden = copies * feed_forward.hidden_dim / degrees.etp
         routed = copies * width
     else:
-        hidden, routed = feed_forward.hidden_dim / tp, 0.0
+        copies, hidden, routed = 0.0, feed_forward.hidden_dim / tp, 0.0
 
     # A norm keeps its input; PyTorch's on a CPU in float32 and, for a trained weight, divided by
     # its root mean square.
@@ -432,9 +432,12 @@ def _count_block_bytes(
     )
 
     # Expert-parallel ranks, and ranks that exchange heads, send rows in both directions; an adapter
-    # has a result like its layer.
+    # has a result like its layer, of each copy of a token if it is the experts'.
     exchanged = 2 * routed * (degrees.ep > 1) + 2 * (queries + keys) * exchanges_heads
-    added = sum(adapter.lora_b.size(0) for _, adapter in find_adapted_layers(block)) / tp
+    added = 0.0
+    for _, adapter in find_adapted_weights(block):
+        is_of_experts = adapter.lora_b.ndim == 3
+        added += adapter.lora_b.size(-2) * (copies / degrees.etp if is_of_experts else 1 / tp)
     results = itemsize * (
         2 * width + 2 * queries + 2 * keys + 2 * hidden + routed + exchanged + added
     )

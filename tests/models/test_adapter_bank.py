@@ -1,5 +1,5 @@
 """Many adapters beside one model: each row has the products of its own, with the bits that the
-trainer computes.
+trainer computes. Mixtures have no batch-invariant products, and are compared as numbers.
 """
 
 from dataclasses import replace
@@ -7,16 +7,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from rl.distributed.compat import use_one_gloo_worker
+from rl.distributed.sharding import local_tensor, slice_local_shard
 from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
 from rl.models.decoder import reset_buffers
 from rl.models.layers.attention import SequenceLayout
+from rl.models.layers.moe import GroupedExperts
 from rl.models.lora import LoRA
 from rl.models.low_rank.bank import NONE, AdapterBank
 from rl.models.low_rank.shapes import AdapterShapes
+from rl.models.parallelize import ShardedLinear, parallelize_decoder_generator
 from rl.models.spec import model_spec
+from tests.support.distributed import run_ranks
+from tests.support.policies import random_model, small_spec
 
 SPEC = replace(model_spec("qwen3", "tiny"), batch_invariant=True)
+MIXTURE = small_spec(experts=True, tie=False)
 CPU = torch.device("cpu")
 
 
@@ -29,15 +38,17 @@ def make_model(spec=SPEC, dtype=torch.float32):
 
 
 def list_layers(model):
-    return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    kinds = torch.nn.Linear, ShardedLinear, GroupedExperts
+    return {n: m for n, m in model.named_modules() if isinstance(m, kinds) and n != "lm_head"}
 
 
-def draw_factors(spec, lora, *, seed, dtype=torch.float32):
-    shapes = AdapterShapes(spec, lora, mesh=None)
+def draw_factors(spec, lora, *, seed, dtype=torch.float32, mesh=None):
+    shapes = AdapterShapes(spec, lora, mesh=mesh)
     tensors = shapes.allocate(dtype, device=CPU)
     generator = torch.Generator().manual_seed(seed)
     for tensor in tensors.values():
-        tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+        whole = 0.1 * torch.randn(tensor.shape, generator=generator)
+        local_tensor(tensor).copy_(slice_local_shard(whole, tensor))
     return shapes.read(tensors)
 
 
@@ -110,3 +121,90 @@ def test_one_of_the_fused_weights_is_adapted_alone(target):
         plain = factors.add_to(out, x)
         factors.layer.has_fixed_order = True
         torch.testing.assert_close(factors.add_to(out, x), plain, atol=1e-5, rtol=1e-5)
+
+
+LORAS = {
+    NONE: None,
+    10: LoRA.Config(rank=1, alpha=2.0),
+    11: LoRA.Config(rank=8, target_modules=("q_proj", "up_proj")),
+    12: LoRA.Config(rank=16, alpha=4.0, target_modules=("gate_proj", "down_proj")),
+    13: LoRA.Config(rank=64),
+}
+BATCH = ((11, 3), (NONE, 10), (10, 1), (12, 17), (11, 24), (13, 31))
+"""Version and length of each sequence."""
+
+
+def draw_sequences():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(64, (length,), generator=generator) for _, length in BATCH]
+
+
+def make_bank(model, spec, mesh=None):
+    bank = AdapterBank(list_layers(model), dtype=torch.float32)
+    for version, lora in LORAS.items():
+        if lora is not None:
+            bank.load(version, draw_factors(spec, lora, seed=version, mesh=mesh))
+    return bank
+
+
+@torch.no_grad()
+def run_batch(model, bank, versions, sequences):
+    lengths = [len(ids) for ids in sequences]
+    bank.begin(np.repeat(versions, lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    layout = SequenceLayout.from_lengths(lengths)
+    return model(torch.cat(sequences), positions=positions, sequences=layout).split(lengths)
+
+
+@torch.no_grad()
+def add_to_weights(model, factors):
+    """Add s B A to the weights, which may be stacks of experts."""
+    parameters = dict(model.named_parameters())
+    for name, of_layer in factors.items():
+        weight = parameters.get(name, parameters.get(f"{name}.weight"))
+        spread = of_layer.layer.spread_by_source(of_layer.b, of_layer.rows_ON)
+        weight += of_layer.layer.scale * spread @ of_layer.a
+    return model
+
+
+def test_rows_of_a_mixture_have_the_products_of_their_adapter_and_expert():
+    """Five adapters of different ranks and targets in one batch, and a sequence without one."""
+    model, sequences = random_model(MIXTURE, seed=0), draw_sequences()
+    bank = make_bank(model, MIXTURE)
+    together = run_batch(model, bank, [version for version, _ in BATCH], sequences)
+    for (version, _), ids, part in zip(BATCH, sequences, together, strict=True):
+        [alone] = run_batch(model, bank, [version], [ids])
+        # As near as without adapters: the base's products depend on the other rows.
+        assert (part - alone).norm() <= 1e-6 * alone.norm()
+        summed = random_model(MIXTURE, seed=0)
+        if version != NONE:
+            lora = LORAS[version]
+            add_to_weights(summed, draw_factors(MIXTURE, lora, seed=version))
+        [expected] = run_batch(summed, AdapterBank({}, dtype=torch.float32), [NONE], [ids])
+        torch.testing.assert_close(part, expected, atol=2e-5, rtol=1e-5)
+
+
+def run_on_ranks():
+    use_one_gloo_worker()
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    results = {}
+    for spec in (small_spec(), MIXTURE):
+        model = parallelize_decoder_generator(random_model(spec, seed=0), mesh)
+        bank = make_bank(model, spec, mesh)
+        parts = run_batch(model, bank, [version for version, _ in BATCH], draw_sequences())
+        results[spec.name] = [part.numpy() for part in parts]
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.mark.medium
+def test_two_tensor_parallel_ranks_add_the_products_of_one():
+    ranks = run_ranks(run_on_ranks, 2, timeout_s=100)
+    for spec in (small_spec(), MIXTURE):
+        model = random_model(spec, seed=0)
+        bank = make_bank(model, spec)
+        expected = run_batch(model, bank, [version for version, _ in BATCH], draw_sequences())
+        for rank in ranks:
+            for part, wanted in zip(rank[spec.name], expected, strict=True):
+                np.testing.assert_allclose(part, wanted, atol=2e-5, rtol=1e-5)

@@ -145,7 +145,9 @@ def test_named_experts_alone_are_converted_and_frozen_ones_pass_gradients_on():
     engine.forward_backward(make_samples(), loss=CrossEntropyLoss())
     with_gradient = {n: p.grad for n, p in engine.policy.parameters.items() if p.grad is not None}
     assert all("lora" in name for name in with_gradient)
-    assert with_gradient["layers.0.attention.qkv_proj_lora.lora_b"].any()
+    # Adapters add products in the model's dtype to the rounded ones.
+    for adapted in ("attention.qkv_proj", "feed_forward.experts.gate_up_proj"):
+        assert with_gradient[f"layers.1.{adapted}_lora.lora_b"].any()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests.training.parts import (
     granite_spec,
     make_engine,
     make_samples,
+    moe_spec,
     random_factors,
     small_spec,
     spec_like,
@@ -45,13 +46,18 @@ def untied(tmp_path_factory):
     return write_assets(tmp_path_factory.mktemp("assets") / "untied", tie=False)
 
 
-def make(assets, *, tie=True, **settings):
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return write_assets(tmp_path_factory.mktemp("assets") / "mixture", spec=moe_spec())
+
+
+def make(assets, *, tie=True, spec=None, **settings):
     lora = LoRA.Config(**({"rank": RANK, "alpha": SCALE * RANK} | settings))
-    return make_engine(assets, spec=small_spec(tie=tie), converters=(lora,))
+    return make_engine(assets, spec=spec or small_spec(tie=tie), converters=(lora,))
 
 
-def plain_engine(weights_by_name, *, tie=True):
-    engine = make_engine(None, spec=small_spec(tie=tie))
+def plain_engine(weights_by_name, *, spec=None):
+    engine = make_engine(None, spec=spec or small_spec())
     engine.policy.model.load_state_dict(weights_by_name)
     return engine
 
@@ -106,7 +112,11 @@ def test_gradients_follow_from_the_summed_weights_by_the_chain_rule(untied, tmp_
     engine = make(untied, tie=False, unembedding=True, initial_adapter=folder)
     engine.forward_backward(SAMPLES)
 
-    plain = plain_engine(engine.model_state_dict(), tie=False)
+    check_chain_rule(engine, factors, spec=spec)
+
+
+def check_chain_rule(engine, factors, *, spec):
+    plain = plain_engine(engine.model_state_dict(), spec=spec)
     plain.forward_backward(SAMPLES)
     adapter = spec.adapter(spec.model)
     parameters = engine.policy.parameters
@@ -118,10 +128,76 @@ def test_gradients_follow_from_the_summed_weights_by_the_chain_rule(untied, tmp_
         beside = name.removesuffix(".weight") + "_lora"
         expected_b = {n: SCALE * grad @ factors[n][0].T for n, grad in by_hf_name.items()}
         expected_a = [SCALE * factors[n][1].T @ grad for n, grad in by_hf_name.items()]
+        # Of experts, the A's of the first one are first.
+        grad_a, grad_b = (parameters[f"{beside}.lora_{factor}"].grad for factor in "ab")
         assert_near(
-            {"a": parameters[f"{beside}.lora_a"].grad, "b": parameters[f"{beside}.lora_b"].grad},
+            {"a": grad_a.view(-1, grad_a.size(-1)), "b": grad_b},
             {"a": torch.cat(expected_a), "b": adapter.from_hf(name, list(expected_b.values()))},
         )
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [ALL_LINEAR, ("gate_proj",), ("up_proj", "q_proj"), ("down_proj",)],
+    ids=lambda modules: "+".join(modules[:2]),
+)
+def test_each_expert_has_its_own_product(mixture, tmp_path, modules):
+    """The numbers are those of a plain mixture with weights W + s B A."""
+    spec = moe_spec()
+    factors = random_factors(spec, scale=0.2, modules=modules)
+    targets = None if modules == ALL_LINEAR else modules
+    folder = write_adapter(tmp_path / "adapter", factors)
+    engine = make(mixture, spec=spec, target_modules=targets, initial_adapter=folder)
+    expected = summed_by_hand(spec, make_engine(mixture, spec=spec).model_state_dict(), factors)
+    assert_near(engine.model_state_dict(), expected, relative=1e-6)
+    plain = plain_engine(expected, spec=spec)
+    for ours, theirs in zip(
+        engine.compute_logprobs(SAMPLES), plain.compute_logprobs(SAMPLES), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_gradients_of_experts_follow_from_the_summed_weights_by_the_chain_rule(mixture, tmp_path):
+    spec = moe_spec()
+    factors = random_factors(spec, scale=0.2)
+    folder = write_adapter(tmp_path / "adapter", factors)
+    engine = make(mixture, spec=spec, unembedding=True, initial_adapter=folder)
+    engine.forward_backward(SAMPLES)
+    check_chain_rule(engine, factors, spec=spec)
+    assert engine.policy.parameters["layers.0.feed_forward.router.weight"].grad is None
+
+
+def test_adapter_of_experts_is_written_by_expert_and_continues_from_there(mixture, tmp_path):
+    spec = moe_spec()
+    engine = make(mixture, spec=spec, target_modules=("up_proj", "down_proj"), seed=1)
+    name = "layers.0.feed_forward.experts.gate_up_proj_lora.lora_"
+    a, b = (engine.policy.parameters[f"{name}{factor}"].detach() for factor in "ab")
+    assert (a.shape, b.shape) == ((6, RANK, 36), (6, 40, RANK))
+    assert 0.8 / 6 < a.abs().amax(dim=(1, 2)).min() <= a.abs().max() <= 1 / 6  # 1 / sqrt(36)
+    assert not b.any()
+
+    train(engine, num_steps=2, loss=CrossEntropyLoss())
+    engine.save_adapter(str(tmp_path / "adapter"))
+    tensors = load_file(tmp_path / "adapter" / WEIGHTS_FILE)
+    assert len(tensors) == 2 * 6 * 2 * 2, "layers, experts, weights, factors"
+    prefix = "base_model.model.model.layers.0.mlp.experts.4.up_proj.lora_"
+    assert torch.equal(tensors[f"{prefix}A.weight"], a[4])
+    # Rows of gate and up projection alternate by key-value head, of which there are two.
+    of_up = b[4].unflatten(0, (2, 2, 10))[:, 1].flatten(0, 1)
+    assert torch.equal(tensors[f"{prefix}B.weight"], of_up)
+    assert not b[4].unflatten(0, (2, 2, 10))[:, 0].any()
+
+    config = json.loads((tmp_path / "adapter" / CONFIG_FILE).read_text())
+    assert config["target_modules"] == ["up_proj", "down_proj"]
+    started = make(
+        mixture,
+        spec=spec,
+        target_modules=("down_proj", "up_proj"),
+        initial_adapter=str(tmp_path / "adapter"),
+    )
+    trained = engine.compute_logprobs(SAMPLES)
+    for ours, theirs in zip(started.compute_logprobs(SAMPLES), trained, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_initial_factors_are_kaiming_uniform_and_zero(assets):

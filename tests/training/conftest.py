@@ -43,6 +43,12 @@ def all_assets(moe_assets, tmp_path_factory):
         "tied_moe": write_assets(folder / "tied moe", spec=moe_spec(tie=True)),
         "float8_moe": write_assets(folder / "even moe", spec=even_moe_spec()),
         "lora": write_assets(folder / "granite", spec=granite),
-        "adapter": write_adapter(folder / "adapter", random_factors(granite, scale=0.2)),
-        "even adapter": write_adapter(folder / "even", random_factors(even_spec(), scale=0.02)),
+        "lora_moe": moe_assets,
+        "adapter of lora": write_adapter(folder / "adapter", random_factors(granite, scale=0.2)),
+        "adapter of lora_moe": write_adapter(
+            folder / "experts", random_factors(moe_spec(), scale=0.2)
+        ),
+        "adapter of float8_lora": write_adapter(
+            folder / "even", random_factors(even_spec(), scale=0.02)
+        ),
     }

@@ -70,7 +70,9 @@ Tensors = dict[str, np.ndarray]
 Assets = dict[str, str]
 """Folders of weights by kind of model, and of the adapters that LoRA starts with."""
 Case = tuple[str, str]
-"""Kind of model (dense, moe, lora) and layout."""
+"""Kind of model (dense, moe, lora, lora_moe) and layout."""
+WITH_ADAPTERS = ("lora", "lora_moe")
+"""Kinds whose adapters are saved and opened again."""
 
 
 def sizes(layout: str) -> dict[str, int]:
@@ -97,7 +99,7 @@ def num_ranks(layout: str) -> int:
 
 
 def spec_of(kind: str) -> ModelSpec:
-    if kind in ("moe", "tied_moe"):
+    if kind in ("moe", "tied_moe", "lora_moe"):
         return moe_spec(tie=kind == "tied_moe")
     if kind == "dense":
         return windowed_spec(bias=True)
@@ -118,9 +120,11 @@ def config_of(kind: str, layout: str, assets: Assets, **training: Any) -> Traini
     if kind == "float8_moe":
         config.converters = (*config.converters, Float8GroupedMM.Config(emulate=True))
     if "lora" in kind:
-        adapter = assets["adapter" if kind == "lora" else "even adapter"]
         lora = LoRA.Config(
-            rank=RANK, alpha=2.0 * RANK, unembedding=kind == "lora", initial_adapter=adapter
+            rank=RANK,
+            alpha=2.0 * RANK,
+            unembedding=kind in WITH_ADAPTERS,
+            initial_adapter=assets[f"adapter of {kind}"],
         )
         config.converters = (*config.converters, lora)
     return config
@@ -172,12 +176,11 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
     found["merged"] = whole(engine, engine.model_state_dict())
     engine.save_checkpoint(f"{folder}/checkpoint")
     engine.export_hf(f"{folder}/exported")
-    if kind == "lora":
+    if kind in WITH_ADAPTERS:
         trained = engine.compute_logprobs(samples)
         engine.save_adapter(f"{folder}/adapter")
-        reopened = make(kind, layout, assets | {"adapter": f"{folder}/adapter"}).compute_logprobs(
-            samples
-        )
+        of_kind = assets | {f"adapter of {kind}": f"{folder}/adapter"}
+        reopened = make(kind, layout, of_kind).compute_logprobs(samples)
         found["reopened"] = list(zip(reopened, trained, strict=True))
 
     found["sparse"] = engine.forward_backward(samples[:1])

@@ -10,11 +10,12 @@ from torch import nn
 from rl.models.decoder import find_persistent_buffers
 from rl.models.files.hf import HFFolder
 from rl.models.layers.moe import ExpertRouter, MoE
+from rl.models.lora import LoRA
 from rl.training.checks import check_experts
 from rl.training.config import ExpertBalanceConfig
 from rl.training.experts import ExpertBalance
 from tests.training.layouts import make
-from tests.training.parts import make_sample, make_samples, small_spec
+from tests.training.parts import make_engine, make_sample, make_samples, moe_spec, small_spec
 
 
 def balance(*, num_layers=1, **settings):
@@ -123,3 +124,10 @@ def test_settings_without_effect_are_refused():
         ValueError, match=r"experts\.force_load_balance=True: must be False for a model w"
     ):
         check_experts(dense, balance=ExpertBalanceConfig(force_load_balance=True))
+
+
+def test_biases_that_generators_never_get_are_refused():
+    rate = ExpertBalanceConfig(load_balance_rate=0.01)
+    with pytest.raises(ValueError, match=r"experts\.load_balance_rate=0\.01: must be 0 with LoRA"):
+        make_engine(None, spec=moe_spec(), experts=rate, converters=(LoRA.Config(),))
+    make_engine(None, spec=moe_spec(), experts=rate, converters=(LoRA.Config(merge=True),))

@@ -36,6 +36,7 @@ MEDIUM = {
     "moe": ("fsdp2_ep2", "tp2", "tp2_etp2", "pp2_interleaved", "fsdp2_ep2_tp2_etp2",
         "pp2_fsdp2_ep2"),
     "lora": ("fsdp2", "tp2", "cp2_alltoall", "pp2"),
+    "lora_moe": ("fsdp2", "fsdp2_ep2", "tp2", "tp2_etp2"),
 }  # fmt: skip
 """Layouts that `make test` runs, by kind of model."""
 LONG = {
@@ -50,6 +51,7 @@ LONG = {
         "cp2_tp2", "ddp2_fsdp2", "fsdp2_cp2", "ddp2_cp2", "cp2_ep2_tp2_etp2",
     ),
     "lora": ("fsdp2_tp2", "ddp2_fsdp2"),
+    "lora_moe": (),
 }  # fmt: skip
 """Layouts whose dimensions others cover too; only `make test-long` runs them."""
 THREE_AXES = ("fsdp2_cp2_tp2", "pp2_cp2_tp2", "pp2_fsdp2_tp2_csv")
@@ -77,7 +79,7 @@ def of_kinds(*kinds):
     )
 
 
-of_cases = of_kinds("dense", "moe", "lora")
+of_cases = of_kinds("dense", "moe", "lora", "lora_moe")
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -158,7 +160,7 @@ def test_results_gradients_and_steps_equal_one_device(measured, one, case):
         assert_near(rank["gradients"], expected["gradients"])
         assert_near(rank["part gradients"], expected["gradients"])
         assert rank["norms"] == pytest.approx(
-            expected["norms"], rel=1e-4 if kind == "lora" else 1e-5
+            expected["norms"], rel=1e-4 if "lora" in kind else 1e-5
         )
         assert_near(rank["weights"], expected["weights"])
         assert_near(rank["merged"], expected["merged"])
@@ -287,12 +289,13 @@ def test_bias_moves_by_the_rate_in_each_step(one, all_assets):
         assert 1 <= np.abs(moved).max() <= 3 + 1e-4
 
 
-@of_kinds("lora")
+@of_kinds("lora", "lora_moe")
 def test_only_adapters_move_and_their_folder_is_that_of_one_device(
     measured, one, case, all_assets, folder
 ):
-    _, start = restore(("lora", "one"), all_assets, all_assets["lora"])
-    expected = one("lora")
+    kind = case[0]
+    _, start = restore((kind, "one"), all_assets, all_assets[kind])
+    expected = one(kind)
     assert all(".lora_a" in name or name.endswith("_lora.lora_b") for name in expected["gradients"])
     assert len(expected["gradients"]) == 2 * (2 * 4 + 1)
     for rank in measured(case):
@@ -301,7 +304,7 @@ def test_only_adapters_move_and_their_folder_is_that_of_one_device(
         for reopened, trained in rank["reopened"]:
             np.testing.assert_array_equal(reopened, trained)
     theirs, ours = (
-        load_file(folder / f"lora_{where}" / "adapter" / "adapter_model.safetensors")
+        load_file(folder / f"{kind}_{where}" / "adapter" / "adapter_model.safetensors")
         for where in ("one", case[1])
     )
     assert_near(dict(sorted(ours.items())), dict(sorted(theirs.items())))

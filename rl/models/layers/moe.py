@@ -44,10 +44,17 @@ from rl.distributed.expert_parallel import ExpertExchange, invert_permutation, s
 from rl.distributed.mesh import EXPERT, TP
 from rl.distributed.sharding import ShardingOptions, distribute, own_part
 
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+"""Names of the experts' weights."""
 TOKENS = 0
 EXPERTS = 0
 ROWS_OF_EXPERT = 1
 COLUMNS_OF_EXPERT = 2
+AddToGroups = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(output [S, F], rows [S, E], ends [N], tokens [S]) -> output with the rows' products of adapters.
+
+The tokens are those that the rows are copies of, None for rows of other ranks.
+"""
 _ALIGNMENT = 16
 """Bytes; rows of the grouped kernel have to start at a multiple."""
 
@@ -118,6 +125,8 @@ class GroupedExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, dim, config.hidden_dim))
         self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = multiply_groups
         """Product of rows with the weights of their groups; a converter may round it."""
+        self.adapters: dict[str, AddToGroups] = {}
+        """Low-rank products to add, by the name of the weights that they stand beside."""
         self.exchange: ExpertExchange | None = None
         """Transport of rows to the ranks that hold their experts, under expert parallelism."""
 
@@ -129,9 +138,10 @@ class GroupedExperts(nn.Module):
         ends_N = torch.searchsorted(expert_S, experts, right=True)
         places_S = invert_permutation(order_S)
 
-        rows_SE = select_rows(x_TE, rows_S=order_S // chosen_TK.size(1), places_S=places_S)
+        tokens_S = order_S // chosen_TK.size(1)
+        rows_SE = select_rows(x_TE, rows_S=tokens_S, places_S=places_S)
         if self.exchange is None:
-            out_SE = self.compute(rows_SE, ends_N)
+            out_SE = self.compute(rows_SE, ends_N, tokens_S)
         else:
             out_SE = self.exchange(rows_SE, ends_N, self.compute)
 
@@ -140,12 +150,21 @@ class GroupedExperts(nn.Module):
         out_TKE = out_SE.unflatten(0, chosen_TK.shape)
         return (out_TKE * weights_TK.unsqueeze(-1)).sum(1)
 
-    def compute(self, rows_SE: Tensor, ends_N: Tensor) -> Tensor:
-        """Return each row's result from its expert, [S, E]; rows of expert n end at `ends_N[n]`."""
-        gate_up = self.product(rows_SE, own_part(self.gate_up_proj), ends_N)
+    def compute(self, rows_SE: Tensor, ends_N: Tensor, tokens_S: Tensor | None = None) -> Tensor:
+        """Return each row's result from its expert, [S, E]; rows of expert n end at `ends_N[n]`.
+
+        `tokens_S` are the tokens that the rows are copies of.
+        """
+
+        def multiply(name: str, x_SI: Tensor) -> Tensor:
+            out_SO = self.product(x_SI, own_part(getattr(self, name)), ends_N)
+            add = self.adapters.get(name)
+            return out_SO if add is None else add(out_SO, x_SI, ends_N, tokens_S)
+
+        gate_up = multiply(GATE_UP, rows_SE)
         # Under tensor parallelism this rank holds some of the groups: -1 counts them.
         gate, up = gate_up.unflatten(-1, (-1, 2, self.group_width)).unbind(dim=2)
-        return self.product((F.silu(gate) * up).flatten(1), own_part(self.down_proj), ends_N)
+        return multiply(DOWN, (F.silu(gate) * up).flatten(1))
 
 
 class MoE(Configurable, nn.Module):
@@ -201,7 +220,7 @@ class MoE(Configurable, nn.Module):
             experts.exchange = ExpertExchange(expert_mesh[EXPERT].get_group())
         elif tp.size() == 1:
             return
-        for name, placement in (("gate_up_proj", rows), ("down_proj", columns)):
+        for name, placement in ((GATE_UP, rows), (DOWN, columns)):
             axes, placements = tp, [placement]
             if expert_mesh is not None:
                 axes = expert_mesh[EXPERT, TP] if tp.size() > 1 else expert_mesh[EXPERT]

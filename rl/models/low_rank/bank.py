@@ -9,7 +9,10 @@ own.
 
 Versions are numbers that the caller chooses. A version of other bits gets another number.
 
-Shape legend: T rows of a forward.
+Experts of a mixture get copies of a token, each with the token's adapter and the factors of its own
+expert.
+
+Shape legend: T rows of a forward, S copies of them in the order of their experts, N experts.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rl.models.layers.moe import DOWN, GATE_UP, GroupedExperts
 from rl.models.low_rank.kernel import NUM_FIELDS
 from rl.models.low_rank.layer import Factors
 from rl.models.low_rank.products import (
@@ -64,14 +68,20 @@ class AdapterBank:
         dtype: torch.dtype,
         head_dtype: torch.dtype | None = None,
     ) -> None:
-        """Attach to these layers of a model, by name.
+        """Attach to these layers of a model, by name: linear layers and experts.
 
         Args:
             dtype: of the base's products, in which adapters are kept too; float16 is widened.
             head_dtype: of the output head's products, for which a caller uses `add_tiles`; None
                 takes no adapters for it.
         """
-        self._dtypes: dict[str, torch.dtype] = dict.fromkeys(layers, _widen(dtype))
+        self._dtypes: dict[str, torch.dtype] = {}
+        for name, layer in layers.items():
+            if isinstance(layer, GroupedExperts):
+                self._attach_experts(name, layer, dtype=_widen(dtype))
+            else:
+                self._dtypes[name] = _widen(dtype)
+                _attach(layer, partial(self.add_to, name))
         if head_dtype is not None:
             self._dtypes[HEAD] = _widen(head_dtype)
         self.versions: dict[int, _Loaded] = {}
@@ -84,11 +94,13 @@ class AdapterBank:
         self._versions_T = np.empty(0, dtype=np.int64)
         self._tiles: Tiles | None = None
         """Rows of the forward by adapter; None if no row has one."""
+        self._slots_T = np.empty(0, dtype=np.int64)
+        """Adapters of the rows of the forward, -1 for none."""
+        self._of_experts: tuple[Tensor, Tiles] | None = None
+        """Copies in the latest mixture, by adapter and expert; and the tensor with their tokens."""
         for name in self._dtypes:
             self._tables[name] = np.zeros((FIRST_SLOTS, NUM_FIELDS), dtype=np.int64)
             self._work[name] = 0
-        for name, layer in layers.items():
-            _attach(layer, partial(self.add_to, name))
 
     def count_bytes(self, factors: Mapping[str, Factors]) -> int:
         """Return the memory that an adapter takes.
@@ -149,6 +161,7 @@ class AdapterBank:
             table[loaded.slot] = 0
         self._free.append(loaded.slot)
         self._versions_T, self._tiles = np.empty(0, dtype=np.int64), None
+        self._of_experts = None
 
     def begin(self, versions_T: np.ndarray) -> None:
         """Assign an adapter's version, or NONE, to each row of the next forward.
@@ -158,21 +171,43 @@ class AdapterBank:
         # Most steps have the rows of the step before.
         if np.array_equal(versions_T, self._versions_T):
             return
-        self._tiles = self.sort(versions_T)
-        self._versions_T = versions_T.copy()
+        self._slots_T = self._find_slots(versions_T)
+        self._tiles = Tiles.of(self._slots_T) if (self._slots_T >= 0).any() else None
+        self._versions_T, self._of_experts = versions_T.copy(), None
 
     def sort(self, versions_T: np.ndarray) -> Tiles | None:
         """Return rows by adapter, None if no row has one."""
+        slots_T = self._find_slots(versions_T)
+        return Tiles.of(slots_T) if (slots_T >= 0).any() else None
+
+    def _find_slots(self, versions_T: np.ndarray) -> np.ndarray:
         slots_T = np.full(len(versions_T), -1, dtype=np.int64)
         for version in np.unique(versions_T).tolist():
             if version != NONE:
                 slots_T[versions_T == version] = self.versions[version].slot
-        return Tiles.of(slots_T) if (slots_T >= 0).any() else None
+        return slots_T
 
     def add_to(self, name: str, x_TI: Tensor, out_TO: Tensor) -> None:
         """Add the products of the present forward's rows to a layer's output, in place."""
         if self._tiles is not None:
             self.add_tiles(name, x_TI, out_TO, self._tiles)
+
+    def add_to_experts(
+        self, name: str, out_SO: Tensor, x_SI: Tensor, ends_N: Tensor, tokens_S: Tensor | None
+    ) -> Tensor:
+        """Add the products of experts to the output of the present forward's copies, in place."""
+        assert tokens_S is not None, "a sampler's experts see rows of their own forward alone"
+        if self._tiles is None:
+            return out_SO
+        # Both products of a mixture have the same rows.
+        if self._of_experts is None or self._of_experts[0] is not tokens_S:
+            num_rows_N = np.diff(ends_N.numpy(), prepend=0)
+            experts_S = np.repeat(np.arange(len(num_rows_N)), num_rows_N)
+            slots_S = self._slots_T[tokens_S.numpy()]
+            tiles = Tiles.of(slots_S, experts_S, num_experts=len(num_rows_N))
+            self._of_experts = tokens_S, tiles
+        self.add_tiles(name, x_SI, out_SO, self._of_experts[1])
+        return out_SO
 
     def add_tiles(self, name: str, x_TI: Tensor, out_TO: Tensor, tiles: Tiles) -> None:
         """Add the products of a layer for these rows, in place."""
@@ -181,6 +216,11 @@ class AdapterBank:
         add_products(x, out, tiles, self._tables[name], self._scales, work=self._work[name])
         if out is not out_TO:
             out_TO.copy_(out)
+
+    def _attach_experts(self, name: str, experts: GroupedExperts, *, dtype: torch.dtype) -> None:
+        for leaf in (GATE_UP, DOWN):
+            self._dtypes[f"{name}.{leaf}"] = dtype
+            experts.adapters[leaf] = partial(self.add_to_experts, f"{name}.{leaf}")
 
     def _take_slot(self) -> int:
         if not self._free:

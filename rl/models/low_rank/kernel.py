@@ -1,8 +1,9 @@
 """Low-rank products of many adapters on a CPU, compiled by numba.
 
-Each row of a batch takes the product of its own adapter. Rows of an adapter are computed in tiles
-of four, and every number is a chain of fused multiply-adds in one fixed order, so a row's bits do
-not depend on the other rows, their adapters, or the number of threads.
+Each row of a batch takes the product of its own adapter, and in a mixture of its own expert. Rows
+of an adapter are computed in tiles of four, and every number is a chain of fused multiply-adds in
+one fixed order, so a row's bits do not depend on the other rows, their adapters, or the number of
+threads.
 
 Shape legend: T rows of a batch, M tiles of four rows, I input and O output width of a layer, N
 products of an adapter's layer (of Hugging Face's weights in a fused one), R rank, J = N R in whole
@@ -68,15 +69,24 @@ def _write_number(typingctx: Any, like: Any, number: Any) -> Any:
 
 @_compile
 def add_low_rank(
-    x: Any, out: Any, rows: Any, slots: Any, table: Any, scales: Any, begin: int, end: int
+    x: Any,
+    out: Any,
+    rows: Any,
+    slots: Any,
+    experts: Any,
+    table: Any,
+    scales: Any,
+    begin: int,
+    end: int,
 ) -> None:
     """Add scale * x A^T B^T of each row's adapter to `out`, for tiles begin to end.
 
     Args:
         x: [T, I] float32, or uint16 of bfloat16's bits; so are `out` [T, O] and the adapters'
-            arrays A [I, J] and B [R, P], whose addresses `table` has.
+            arrays A [I, J] and B [R, P], whose addresses `table` has, one expert after another.
         rows: [M, ROWS] rows of each tile, which have the same adapter; -1 for none.
         slots: [M] row of each tile's adapter in `table` and `scales`.
+        experts: [M] number of each tile's expert, 0 for a layer without experts.
         table: int64; an address of 0 is an adapter without a product for this layer.
         scales: [adapters] float32.
     """
@@ -88,7 +98,8 @@ def add_low_rank(
         if entry[A] == 0:
             continue
         rank, num_columns = entry[RANK], entry[WIDTH]
-        a = carray(_to_pointer(entry[A]), (width, num_columns), x.dtype)
+        of_a = entry[A] + experts[tile] * (width * num_columns * x.itemsize)
+        a = carray(_to_pointer(of_a), (width, num_columns), x.dtype)
         for r in range(ROWS):
             # A row that is none computes with another's numbers, which nobody reads.
             from_row = x[max(rows[tile, r], 0)]
@@ -100,7 +111,8 @@ def add_low_rank(
         runs = carray(_to_pointer(entry[RUNS]), (entry[NUM_RUNS], 3), np.int64)
         # Of all columns of the output: the last ones may belong to no run.
         stride = (out.shape[1] + COLUMNS - 1) // COLUMNS * COLUMNS + COLUMNS
-        b = carray(_to_pointer(entry[B]), (rank, stride), x.dtype)
+        of_b = entry[B] + experts[tile] * (rank * stride * x.itemsize)
+        b = carray(_to_pointer(of_b), (rank, stride), x.dtype)
         _add_runs(low, b, runs, rank, scales[slot], rows[tile], out)
 
 

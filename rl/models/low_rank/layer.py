@@ -2,22 +2,22 @@
 
 One of our fused weights consists of several Hugging Face weights, regrouped by rows
 (`rl.models.adapter`). Each of them gets factors of its own, as in PEFT: the A's are stacked, and a
-row of B belongs to the A of the weight that the row came from.
+row of B belongs to the A of the weight that the row came from. The weights of a mixture's experts
+are a stack, and so are their factors, with the expert as the first dimension.
 
 Shape legend: T tokens, I input width, O output rows of the fused weight, N adapted weights fused in
-it, R rank.
+it, R rank, X experts, S rows in the order of their experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from rl.distributed.sharding import (
     distribute,
@@ -28,19 +28,20 @@ from rl.distributed.sharding import (
     wrap_like,
 )
 
-ROWS = 0
-COLUMNS = 1
 SUFFIX = "_lora"
 """Ending of an adapter's name, after that of the layer next to it."""
 FACTORS = ("lora_a", "lora_b")
 
 
 class LowRank(nn.Module):
-    """Adapter next to an unchanged linear layer; `add_to` adds the product to the layer's output.
+    """Adapter next to an unchanged weight [O, I], or the stack [X, O, I] of a mixture's experts.
 
-    Under tensor parallelism the factors follow the layer's weight: B is split if the weight is
-    split by rows, A if it is split by columns. Each rank adds its own part without communication;
-    its gradient of a factor that it holds whole is a partial sum, which `optim_step` completes.
+    `add_to` adds the product to a linear layer's output, `add_to_groups` to that of experts.
+
+    Under tensor parallelism the factors follow the weight: B is split if the weight is split by
+    rows, A if it is split by columns, and both if it is split by experts. Each rank adds its own
+    part without communication; its gradient of a factor that it holds whole is a partial sum, which
+    `optim_step` completes.
     """
 
     rows_ON: Tensor
@@ -48,18 +49,20 @@ class LowRank(nn.Module):
 
     def __init__(
         self,
-        linear: nn.Linear,
+        weight: Tensor,
         *,
         source_O: Tensor,
         adapted: Mapping[str, int],
         rank: int,
         scale: float,
     ) -> None:
-        """Allocate the factors of a linear layer.
+        """Allocate the factors of a weight.
 
         Args:
-            source_O: number of the Hugging Face weight that each row of our weight came from.
-            adapted: Hugging Face names of the weights that get factors, with their numbers.
+            source_O: number of the Hugging Face weight that each row of our weight came from; the
+                rows of all experts come from the same numbers.
+            adapted: Hugging Face names of the weights that get factors, with their numbers; expert
+                by expert.
             scale: s.
         """
         super().__init__()
@@ -68,17 +71,17 @@ class LowRank(nn.Module):
         self.scale = scale
         self.has_fixed_order = False
         """Compute each row in one order of operations, as a generator does on a CPU."""
-        self.lora_a = nn.Parameter(linear.weight.new_empty(len(adapted) * rank, linear.in_features))
-        self.lora_b = nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
-        sources_ON = [source_O == number for number in adapted.values()]
+        numbers = dict.fromkeys(adapted.values())
+        *stack, num_out, num_in = weight.shape
+        self.lora_a = nn.Parameter(weight.new_empty(*stack, len(numbers) * rank, num_in))
+        self.lora_b = nn.Parameter(weight.new_empty(*stack, num_out, rank))
+        sources_ON = [source_O == number for number in numbers]
         self._whole_rows_ON = torch.stack(sources_ON, dim=1)
         # With one A for all rows the mask is all ones, and the products are plain.
         self._everywhere = bool(self._whole_rows_ON.all())
         # This rank's part of the rows, until `follow` divides them.
         self._rows_split, self._rows_index = 1, 0
-        self.register_buffer(
-            "rows_ON", self.take_local_rows(linear.weight.device), persistent=False
-        )
+        self.register_buffer("rows_ON", self.take_local_rows(weight.device), persistent=False)
 
     def take_local_rows(self, device: torch.device) -> Tensor:
         """Return the assignment of this rank's rows of B to the A's, [O, N] bool."""
@@ -89,28 +92,48 @@ class LowRank(nn.Module):
         self.rows_ON = self.take_local_rows(self.rows_ON.device)
 
     def follow(self, weight: Tensor) -> None:
-        """Shard the factors like the layer's weight over the tensor-parallel mesh.
+        """Shard the factors like the weight over its tensor-parallel and expert-parallel mesh.
 
-        Nothing changes for a plain weight.
+        Call it before data parallelism. Nothing changes for a plain weight.
         """
         if not isinstance(weight, DTensor):
             return
         mesh = weight.device_mesh
-        assert mesh.ndim == 1, "adapters follow the tensor-parallel layout, before data parallelism"
-        (placement,) = weight.placements
-        # A has the weight's columns, B its rows; R is never split.
-        of_a = placement if placement.is_shard(COLUMNS) else Replicate()
-        of_b = placement if placement.is_shard(ROWS) else Replicate()
-        self.lora_a = distribute(self.lora_a, mesh, [of_a])
-        self.lora_b = distribute(self.lora_b, mesh, [of_b])
-        if placement.is_shard(ROWS):
-            self._rows_split, self._rows_index = mesh.size(), mesh.get_local_rank()
-            self.rows_ON = self.take_local_rows(self.rows_ON.device)
+        # A has the weight's columns, B its rows, and both its experts; R is never split.
+        rows, columns = weight.ndim - 2, weight.ndim - 1
+        of_a: list[Placement] = []
+        of_b: list[Placement] = []
+        for axis, placement in enumerate(weight.placements):
+            of_a.append(Replicate() if placement.is_shard(rows) else placement)
+            of_b.append(Replicate() if placement.is_shard(columns) else placement)
+            if placement.is_shard(rows):
+                self._rows_split, self._rows_index = mesh.size(axis), mesh.get_local_rank(axis)
+        self.lora_a = distribute(self.lora_a, mesh, of_a)
+        self.lora_b = distribute(self.lora_b, mesh, of_b)
+        self.rows_ON = self.take_local_rows(self.rows_ON.device)
 
     def add_to(self, output: Tensor, x: Tensor) -> Tensor:
         """Return the layer's output for `x` plus the product, inside the tensor-parallel hooks."""
         added = self.factors.add_to(_take_part(output), own_part(x))
         return wrap_like(output, added)
+
+    def add_to_groups(
+        self,
+        output_SO: Tensor,
+        x_SI: Tensor,
+        ends_X: Tensor,
+        *,
+        multiply: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Return the output of experts plus each row's product with its expert's factors.
+
+        Args:
+            ends_X: end of each expert's rows.
+            multiply: grouped product of rows with the weights of their experts.
+        """
+        low = multiply(x_SI, own_part(self.lora_a), ends_X)
+        spread = self.spread_by_source(own_part(self.lora_b), self.rows_ON)
+        return torch.add(output_SO, multiply(low, spread, ends_X), alpha=self.scale)
 
     @property
     def factors(self) -> Factors:
@@ -138,18 +161,25 @@ class LowRank(nn.Module):
         a = gather_whole(self.lora_a.detach()).float()
         b = gather_whole(self.lora_b.detach()).float()
         local = local_tensor(weight)
-        if local.numel():
-            rows, columns = _find_local_indices(weight)
-            b_ONR = self.spread_by_source(b, self._whole_rows_ON.to(b.device))
-            product = b_ONR[rows] @ a[:, columns]
-            local = (local.float() + self.scale * product).to(weight.dtype)
-        return wrap_like(weight, local)
+        if not local.numel():
+            return weight
+        *experts, rows, columns = _find_local_indices(weight)
+        b = self.spread_by_source(b, self._whole_rows_ON.to(b.device))
+        if not experts:
+            product = b[rows] @ a[:, columns]
+            return wrap_like(weight, (local.float() + self.scale * product).to(weight.dtype))
+        # Expert by expert: all products in float32 would be twice a layer of experts in bfloat16.
+        merged = torch.empty_like(local)
+        for place, expert in enumerate(experts[0].tolist()):
+            product = b[expert][rows] @ a[expert][:, columns]
+            merged[place] = local[place].float() + self.scale * product
+        return wrap_like(weight, merged)
 
     def spread_by_source(self, b_OR: Tensor, rows_ON: Tensor) -> Tensor:
         """Return each row of B in the columns of its own A, with zeros elsewhere, [O, N * R]."""
         if self._everywhere:
             return b_OR
-        return (b_OR.unsqueeze(1) * rows_ON.unsqueeze(2)).flatten(1)
+        return (b_OR.unsqueeze(-2) * rows_ON.unsqueeze(2)).flatten(-2)
 
     def gather_by_source(self, grad_ONR: Tensor, rows_ON: Tensor) -> Tensor:
         """Return the gradient of B from that of `spread_by_source`, [O, R]."""
@@ -163,9 +193,9 @@ class Factors:
     """Plain tensors of an adapter: all of them, or a tensor-parallel rank's part."""
 
     a: Tensor
-    """[N * R, I]"""
+    """[N * R, I], of experts [X, N * R, I]"""
     b: Tensor
-    """[O, R]"""
+    """[O, R], of experts [X, O, R]"""
     layer: LowRank
     rows_ON: Tensor
 
@@ -211,24 +241,34 @@ def _take_part(output: Tensor) -> Tensor:
     return output.to_local(grad_placements=of_gradient)
 
 
-def find_adapted_layers(model: nn.Module) -> Iterator[tuple[Any, LowRank]]:
-    """Yield the adapted linear layers of a model, sharded or not, with their adapters."""
+def find_adapted_weights(model: nn.Module) -> Iterator[tuple[Tensor, LowRank]]:
+    """Yield the adapted weights of a model, sharded or not, with their adapters."""
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, LowRank):
-                yield module.get_submodule(name.removesuffix(SUFFIX)), child
+                # A linear layer, or a parameter with the weights of all experts.
+                base = getattr(module, name.removesuffix(SUFFIX))
+                yield base if isinstance(base, Tensor) else base.weight, child
 
 
-def follow_base_layers(model: nn.Module) -> None:
-    """Shard all adapters like their layers, after tensor and before data parallelism."""
-    for base, adapter in find_adapted_layers(model):
-        adapter.follow(base.weight)
+def follow_base_weights(model: nn.Module) -> None:
+    """Shard all adapters like their weights; after tensor and expert, before data parallelism."""
+    for weight, adapter in find_adapted_weights(model):
+        adapter.follow(weight)
 
 
-def _find_local_indices(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows and columns of the whole weight that this rank holds; it must hold some."""
-    # Tables of all row and column numbers, without memory, of which this rank's shard is taken.
-    num_rows, num_columns = weight.shape
-    rows = torch.arange(num_rows, device=weight.device).unsqueeze(1).expand(num_rows, num_columns)
-    columns = torch.arange(num_columns, device=weight.device).expand(num_rows, num_columns)
-    return slice_local_shard(rows, weight)[:, 0], slice_local_shard(columns, weight)[0]
+def _find_local_indices(weight: Tensor) -> list[Tensor]:
+    """Return the experts, rows and columns of the whole weight that this rank holds.
+
+    It must hold some. Without experts there are rows and columns alone.
+    """
+    indices: list[Tensor] = []
+    for dim, size in enumerate(weight.shape):
+        # A table of the numbers along a dimension, without memory, of which this rank's shard is
+        # taken.
+        shape = [1] * weight.ndim
+        shape[dim] = size
+        table = torch.arange(size, device=weight.device).view(shape).expand(weight.shape)
+        shard = slice_local_shard(table, weight).movedim(dim, -1)
+        indices.append(shard[(0,) * (weight.ndim - 1)])
+    return indices

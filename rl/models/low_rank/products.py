@@ -1,7 +1,8 @@
 """Low-rank products on a CPU with the kernel of `kernel.py`: of one adapter with gradients, and of
 many adapters in one batch.
 
-Shape legend: T rows, M tiles of four rows, I input and O output width, N products, R rank.
+Shape legend: T rows, M tiles of four rows, I input and O output width, N products, R rank. Arrays
+of experts have one dimension more, the first.
 """
 
 from __future__ import annotations
@@ -52,18 +53,18 @@ class PackedFactors:
             self.b.data_ptr(),
             self.runs.ctypes.data,
             len(self.runs),
-            self.b.size(0),
-            self.a.size(1),
+            self.b.size(-2),
+            self.a.size(-1),
         ]
 
 
 def count_packed(factors: Factors) -> tuple[torch.Size, torch.Size]:
     """Return the shapes of the packed A and B."""
-    num_low, num_in = factors.a.shape
-    num_out, rank = factors.b.shape
+    *stack, num_low, num_in = factors.a.shape
+    num_out, rank = factors.b.shape[-2:]
     return (
-        torch.Size((num_in, _round_up(num_low, NARROW))),
-        torch.Size((rank, _round_up(num_out, COLUMNS) + COLUMNS)),
+        torch.Size((*stack, num_in, _round_up(num_low, NARROW))),
+        torch.Size((*stack, rank, _round_up(num_out, COLUMNS) + COLUMNS)),
     )
 
 
@@ -71,14 +72,14 @@ def pack_factors(
     factors: Factors, *, into: tuple[Tensor, Tensor] | None = None, runs: np.ndarray | None = None
 ) -> PackedFactors:
     """Copy factors into tensors of `count_packed`'s shapes, which hold zeros."""
-    num_low, num_in = factors.a.shape
-    num_out, rank = factors.b.shape
+    num_low, num_in = factors.a.shape[-2:]
+    num_out, rank = factors.b.shape[-2:]
     if into is None:
         of_a, of_b = count_packed(factors)
         into = factors.a.new_zeros(of_a), factors.b.new_zeros(of_b)
     a, b = into
-    a[:, :num_low].copy_(factors.a.detach().t())
-    b[:, :num_out].copy_(factors.b.detach().t())
+    a[..., :num_low].copy_(factors.a.detach().mT)
+    b[..., :num_out].copy_(factors.b.detach().mT)
     return PackedFactors(
         a=a,
         b=b,
@@ -108,24 +109,32 @@ def _round_up(count: int, tile: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tiles:
-    """Rows of a batch by adapter, in tiles of at most ROWS rows."""
+    """Rows of a batch by adapter and expert, in tiles of at most ROWS rows."""
 
     rows: np.ndarray
     """[M, ROWS] int64; -1 for none."""
     slots: np.ndarray
     """[M] int64, the adapter of each tile."""
+    experts: np.ndarray
+    """[M] int64, the expert of each tile; 0 for layers without experts."""
 
     @staticmethod
-    def of(slots_T: np.ndarray) -> Tiles:
+    def of(
+        slots_T: np.ndarray, experts_T: np.ndarray | None = None, *, num_experts: int = 1
+    ) -> Tiles:
         """Return the tiles of rows whose adapters are given; rows of a negative one are left out.
 
         Example:
             Adapters 7, 3, 7 and none: rows [[1, -1, -1, -1], [0, 2, -1, -1]] with slots [3, 7].
         """
-        rows_T = np.argsort(slots_T, kind="stable")
-        rows_T = rows_T[slots_T[rows_T] >= 0]
-        sorted_T = slots_T[rows_T]
-        slots, begins, counts = np.unique(sorted_T, return_index=True, return_counts=True)
+        # Rows of a tile have both in common, so that it has one A and one B.
+        pairs_T = slots_T * num_experts
+        if experts_T is not None:
+            pairs_T += np.where(slots_T >= 0, experts_T, 0)
+        rows_T = np.argsort(pairs_T, kind="stable")
+        rows_T = rows_T[pairs_T[rows_T] >= 0]
+        sorted_T = pairs_T[rows_T]
+        pairs, begins, counts = np.unique(sorted_T, return_index=True, return_counts=True)
         num_tiles = -(-counts // ROWS)
         # The place of a row among those of its adapter gives its tile, and its place in the tile.
         within_T = np.arange(len(rows_T)) - np.repeat(begins, counts)
@@ -133,14 +142,16 @@ class Tiles:
         tiles_T = np.repeat(first_tiles, counts) + within_T // ROWS
         rows = np.full((int(num_tiles.sum()), ROWS), -1, dtype=np.int64)
         rows[tiles_T, within_T % ROWS] = rows_T
-        return Tiles(rows=rows, slots=np.repeat(slots, num_tiles).astype(np.int64))
+        slots_M, experts_M = np.divmod(np.repeat(pairs, num_tiles), num_experts)
+        return Tiles(rows=rows, slots=slots_M, experts=experts_M)
 
     @staticmethod
     def of_all(num_rows: int) -> Tiles:
         """Return the tiles of rows that all have adapter 0."""
         rows = np.arange(_round_up(num_rows, ROWS), dtype=np.int64).reshape(-1, ROWS)
         rows[rows >= num_rows] = -1
-        return Tiles(rows=rows, slots=np.zeros(len(rows), dtype=np.int64))
+        none_M = np.zeros(len(rows), dtype=np.int64)
+        return Tiles(rows=rows, slots=none_M, experts=none_M)
 
 
 def add_products(
@@ -153,9 +164,13 @@ def add_products(
         scales: [adapters] float32.
         work: multiply-adds of a tile.
     """
-    arguments = (_to_array(x_TI), _to_array(out_TO), tiles.rows, tiles.slots, table, scales)
+    x, out = _to_array(x_TI), _to_array(out_TO)
+    of_tiles = tiles.rows, tiles.slots, tiles.experts
     ends = np.arange(len(tiles.slots) + 1) * work
-    share(lambda begin, end: add_low_rank(*arguments, begin, end), ends)
+    share(
+        lambda begin, end: add_low_rank(x, out, *of_tiles, table, scales, begin, end),
+        ends,
+    )
 
 
 def _to_array(x: Tensor) -> np.ndarray:

@@ -14,7 +14,7 @@ from rl.distributed.sharding import local_tensor, wrap_like
 from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder
 from rl.models.lora import LoRA
-from rl.models.low_rank.layer import FACTORS, SUFFIX, Factors, LowRank, find_adapted_layers
+from rl.models.low_rank.layer import FACTORS, SUFFIX, Factors, LowRank, follow_base_weights
 from rl.models.parallelize import parallelize_decoder_generator
 from rl.models.spec import ModelSpec
 
@@ -41,8 +41,7 @@ class AdapterShapes:
             ).convert(model)
             if mesh is not None:
                 parallelize_decoder_generator(model, mesh)
-                for base, adapter in find_adapted_layers(model):
-                    adapter.follow(base.weight)
+                follow_base_weights(model)
         self.layers: dict[str, LowRank] = {}
         """Adapters on the meta device, by the name of their layer."""
         for name, module in model.named_modules():
