@@ -352,6 +352,8 @@ def test_rank_stabilised_scale_is_read_as_a_larger_alpha(folder):
         ("model.embed_tokens.weight", "saved embedding or output head"),
         ("lm_head.base_layer.weight", "saved embedding or output head"),
         ("model.norm.modules_to_save.weight", "layer that was trained whole"),
+        ("model.layers.0.mlp.experts.base_layer.lora_A.weight", "of all experts in one stack"),
+        ("model.layers.0.mlp.experts.lora_B.weight", "of all experts in one stack"),
         ("model.embed_tokens.token_adapter.trainable_tokens_delta", "single trained tokens"),
         ("model.layers.0.self_attn.q_proj.lora_B.bias", "product's bias"),
         ("lm_head.lora_A.weight", r"has shape \[2, 3\], the model needs None"),

@@ -150,6 +150,7 @@ CASES = {
         CHUNKED, converters=LORA, checkpoint=FULL, training={"logits_chunk_tokens": 3072}
     ),
     "LoRA, op": replace(ACTIVATIONS, converters=LORA, checkpoint=BY_OP),
+    "LoRA of experts, op": replace(EXPERTS, num_tokens=1024, converters=LORA, checkpoint=BY_OP),
 }
 
 

@@ -97,6 +97,10 @@ _FOREIGN = {
         "save with save_embedding_layers=False; otherwise let PEFT merge the adapter "
         "(merge_and_unload, then save_pretrained) and start from the merged folder"
     ),
+    r"\.experts\.(base_layer\.)?lora_[AB]\.weight$": (
+        "is of all experts in one stack, as PEFT writes them with transformers 5: save an adapter "
+        f"with names by expert (experts.0.gate_proj.lora_A.weight), {_MERGE}"
+    ),
     r"modules_to_save|base_layer": (
         f"is of a layer that was trained whole: adapt it instead, {_MERGE}"
     ),
