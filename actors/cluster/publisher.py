@@ -354,6 +354,7 @@ class GeneratorPool:
                     for group in generators
                 ],
             )
+            # Asked rather than remembered: a generator forgets it in a restart or a sleep.
             lacking = [group for group, ids in answers if set(ids) != {base_id}]
             if lacking:
                 if BASE not in self.store.versions():

@@ -98,6 +98,7 @@ class AdapterShelf:
         unused = [one for one in self._kept if not users[one] and one != self.newest]
         unused.sort(key=lambda one: self._kept[one].last_use)
         total = num_bytes + sum(kept.num_bytes for kept in self._kept.values())
+        # Rank 0 alone knows which requests wait for their first step: the turn tells the others.
         for one in unused:
             if total <= self._limit_bytes:
                 break

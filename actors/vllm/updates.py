@@ -97,6 +97,7 @@ class EngineUpdates:
             )
         self._check_base(version, base_id)
         assert self._thread is not None
+        # Between two steps, because the first adapter of all attaches hooks to the layers.
         adapter = await self._thread.run(self._core.prepare_adapter, lora)
         failure: Exception | None = None
         try:

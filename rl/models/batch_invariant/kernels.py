@@ -61,18 +61,24 @@ def read_number(typingctx: Any, x: Any) -> Any:
     return types.float32(x), generate
 
 
+def _fill_lanes(builder: Any, number: Any, vector_type: Any) -> Any:
+    """Return a vector that holds a float32 in all lanes."""
+    undefined = ir.Constant(vector_type, ir.Undefined)
+    first = builder.insert_element(undefined, number, ir.Constant(_INT32, 0))
+    mask = ir.Constant(ir.VectorType(_INT32, vector_type.count), [0] * vector_type.count)
+    return builder.shuffle_vector(first, undefined, mask)
+
+
+def _widen(builder: Any, halves: Any, vector_type: Any) -> Any:
+    """Return the float32 numbers of a vector of bfloat16's bits."""
+    wide_type = ir.VectorType(_INT32, vector_type.count)
+    shifts = ir.Constant(wide_type, [16] * vector_type.count)
+    return builder.bitcast(builder.shl(builder.zext(halves, wide_type), shifts), vector_type)
+
+
 def _make_add_tile(num_vectors: int, lanes: int) -> Any:
     """Return the function that adds a tile of ROWS rows and `num_vectors` x `lanes` columns."""
-    vector_type, wide_type = ir.VectorType(_FLOAT, lanes), ir.VectorType(_INT32, lanes)
-
-    def in_all_lanes(builder: Any, number: Any) -> Any:
-        undefined = ir.Constant(vector_type, ir.Undefined)
-        first = builder.insert_element(undefined, number, ir.Constant(_INT32, 0))
-        return builder.shuffle_vector(first, undefined, ir.Constant(wide_type, [0] * lanes))
-
-    def widen(builder: Any, halves: Any) -> Any:
-        bits = builder.shl(builder.zext(halves, wide_type), ir.Constant(wide_type, [16] * lanes))
-        return builder.bitcast(bits, vector_type)
+    vector_type = ir.VectorType(_FLOAT, lanes)
 
     @intrinsic
     def add_tile(
@@ -110,15 +116,14 @@ def _make_add_tile(num_vectors: int, lanes: int) -> Any:
             ]
             with cgutils.for_range(builder, count, intp=count.type) as loop:
                 i = loop.index
-                factors = [
-                    in_all_lanes(builder, builder.load(pointer(0, row, i, _FLOAT))) for row in rows
-                ]
+                numbers = [builder.load(pointer(0, row, i, _FLOAT)) for row in rows]
+                factors = [_fill_lanes(builder, number, vector_type) for number in numbers]
                 vectors = [
                     builder.load(pointer(2, i, part, stored_type), align=4 if is_wide else 2)
                     for part in parts
                 ]
-                if not is_wide:
-                    vectors = [widen(builder, vector) for vector in vectors]
+                if not is_wide:  # The bits of bfloat16 numbers.
+                    vectors = [_widen(builder, vector, vector_type) for vector in vectors]
                 for total, (factor, vector) in zip(sums, product(factors, vectors), strict=True):
                     builder.store(builder.call(fma, [factor, vector, builder.load(total)]), total)
             for total, place in zip(sums, places, strict=True):

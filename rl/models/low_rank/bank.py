@@ -150,6 +150,7 @@ class AdapterBank:
                 begin += _count_aligned_bytes(shape, dtype)
             layers[name] = pack_factors(of_layer, into=(parts[0], parts[1]))
             self._tables[name][slot] = layers[name].entry
+            # An estimate of how to divide the tiles among threads; it changes no result.
             self._work[name] = max(self._work[name], layers[name].work)
             self._scales[slot] = of_layer.layer.scale
         self.versions[version] = _Loaded(slot=slot, layers=layers, num_bytes=num_bytes)
@@ -158,6 +159,7 @@ class AdapterBank:
         """Free an adapter; raise KeyError if it is not loaded."""
         loaded = self.versions.pop(version)
         for table in self._tables.values():
+            # An address that is left would be read after the memory is somebody else's.
             table[loaded.slot] = 0
         self._free.append(loaded.slot)
         self._versions_T, self._tiles = np.empty(0, dtype=np.int64), None
