@@ -80,7 +80,8 @@ def lora(
     """Adapters of rank 16 on all layers, with GRPO; the model's own weights stay."""
     config = grpo(model, data, reward, columns, max_tokens)
     config.description = f"{config.description}, with LoRA"
-    config.trainer.converters = (LoRA.Config(rank=16, alpha=32.0),)
+    # On GPUs adapters beside the base would cost the generators their CUDA graphs.
+    config.trainer.converters = (LoRA.Config(rank=16, alpha=32.0, merge=count_gpus() > 0),)
     # Adapters need larger steps than whole weights.
     config.trainer.optimizer.lr *= 20
     config.parity.max_logprob_diff = 0.3

@@ -23,6 +23,7 @@ from actors.launch.placement import count_gpus, fits_shared, place_actors, train
 from actors.preflight.agents import check_address, check_agent_limits
 from actors.preflight.capability import CUDA_CAPABILITY, FLASH_CAPABILITY
 from actors.trainer import PolicyTrainer
+from actors.vllm.config import GeneratorConfig
 from rl.config.rules import find_faults
 from rl.config.tree import name_as_options
 from rl.distributed.stages import plan_stages
@@ -137,11 +138,30 @@ def find_model_faults(
     if has_lora(trainer.converters) and not resumes:
         with faults.collect():
             _check_adapter_folder(trainer.checkpoint)
+    for converter in trainer.converters:
+        if isinstance(converter, LoRA.Config) and converter.is_served_apart:
+            with faults.collect():
+                _check_served_adapter(converter, generator=config.generator, on_gpu=on_gpu)
     with faults.collect():
         _check_placement(config, num_gpus=num_gpus)
     with faults.collect():
         build_converted_model(trainer, spec=spec, on_gpu=on_gpu)
     return faults
+
+
+def _check_served_adapter(lora: LoRA.Config, *, generator: GeneratorConfig, on_gpu: bool) -> None:
+    """Raise ValueError for adapters that the generators could not serve beside the base."""
+    if lora.rank > generator.max_lora_rank:
+        raise ValueError(
+            f"trainer.converters: LoRA has rank={lora.rank}, more than "
+            f"generator.max_lora_rank={generator.max_lora_rank}: must be at most that"
+        )
+    if on_gpu and not generator.enforce_eager:
+        raise ValueError(
+            "generator.enforce_eager=False with LoRA: must be True on a GPU, where the products of "
+            "adapters are in no CUDA graph; or let LoRA's merge be True, for generators that get "
+            "whole weights"
+        )
 
 
 def _check_placement(config: RunConfig, *, num_gpus: int) -> None:

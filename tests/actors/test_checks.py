@@ -111,6 +111,24 @@ def test_generators_need_cores_and_memory_of_a_machine_without_gpus(num_cores, g
     assert [says in fault for fault in found] == [True] * (says is not None)
 
 
+@pytest.mark.parametrize(
+    ("lora", "edits", "says"),
+    [
+        ({}, {}, None),
+        ({}, {"num_gpus": 2}, "generator.enforce_eager=False with LoRA: must be True on a GPU"),
+        ({}, {"num_gpus": 2, "generator__enforce_eager": True}, None),
+        ({"merge": True}, {"num_gpus": 2}, None),
+        ({"rank": 65}, {}, "LoRA has rank=65, more than generator.max_lora_rank=64"),
+        ({"rank": 65}, {"generator__max_lora_rank": 65}, None),
+        ({"rank": 65, "merge": True}, {"batch_invariant": False}, None),
+        ({"merge": True}, {}, "trainer.converters.0=LoRA.Config: must be a converter that keeps"),
+    ],
+)
+def test_adapters_that_generators_cannot_serve_are_refused(lora, edits, says):
+    found = faults(trainer__converters=(LoRA.Config(**lora),), **edits)
+    assert [says in fault for fault in found] == [True] * (says is not None)
+
+
 def test_disk_that_holds_no_checkpoint_is_found_before_the_start(tmp_path, monkeypatch):
     config = tiny()
     config.dump_folder = str(tmp_path / "outputs")
