@@ -80,8 +80,6 @@ def prefix() -> Controller.Config:
 def lora() -> Controller.Config:
     """Adapters of rank 16, with the larger learning rate that they need."""
     config = tiny()
-    # The merged weights of the generator round differently.
-    config.batch_invariant = False
     config.trainer.converters = (LoRA.Config(rank=16, alpha=32.0),)
     config.trainer.optimizer.lr *= 20
     return config

@@ -7,6 +7,7 @@ import dataclasses
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -281,3 +282,23 @@ def test_least_recently_used_adapter_makes_room_but_never_one_in_use(served, mon
     assert same(
         completions, served.run(engine.generate(PROMPTS[:3], sampling=sampling, adapter=21))
     )
+
+
+def test_memory_stays_flat_over_a_thousand_loads_and_drops(served):
+    engine, trainer = served.engine, TRAINERS[103]
+    sampling = SamplingParams(max_tokens=1, seed=2)
+
+    async def load_and_drop(first, last):
+        for version in range(first, last):
+            await load(engine, version, trainer, is_newest=False)
+            if version % 50 == 0:
+                await engine.generate(PROMPTS[:1], sampling=sampling, adapter=version)
+            engine.give_up_adapters([version])
+        return psutil.Process().memory_info().rss
+
+    before = served.run(load_and_drop(1000, 1300))
+    after = served.run(load_and_drop(1300, 2000))
+    assert after - before < 2**20
+    assert not engine._shelf.versions or max(engine._shelf.versions) < 2000
+    assert len(engine._core.adapters.versions) <= len(LORAS) + 2
+    assert len(engine._core.adapters._scales) == 16, "no more slots than at the start"
