@@ -14,7 +14,7 @@ import asyncio
 import concurrent.futures
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -32,6 +32,7 @@ from rl.observability.spans import span
 from rl.training.checks import find_thread_check
 from rl.training.device_memory import use_growing_segments
 from rl.training.engine import TrainingEngine
+from rl.training.merge import measure_merge
 from rl.training.sleep import TrainerSleep
 from rl.types import RUN
 from rl.utils.load import ComputeThreads
@@ -215,23 +216,27 @@ class PolicyTrainer(Actor, Configurable):
         engine = self.find_engine(model_id)
         pushed: concurrent.futures.Future[None] = concurrent.futures.Future()
 
-        def begin() -> tuple[int, dict[str, Tensor]]:
+        def begin() -> tuple[int, dict[str, Tensor], float | None]:
             # The weights as they are between two calls of the engine; collective where adapters are
             # merged.
+            merge_lost: float | None = None
             if version == BASE:
                 state_dict = engine.model_state_dict(merge=False)
             elif engine.policy.served_lora is not None:
                 state_dict = engine.policy.adapter_state_dict()
             else:
                 state_dict = engine.model_state_dict()
+                dtype = getattr(torch, self.store.dtype)
+                merge_lost = measure_merge(engine.policy, state_dict=state_dict, dtype=dtype)
             self._pushes.add(pushed)
-            return engine.policy_version if version is None else version, state_dict
+            number = engine.policy_version if version is None else version
+            return number, state_dict, merge_lost
 
         base_part = self._base_part
         if version == BASE:
             # An adapter may be pushed while this goes on.
             base_part = self._base_part = asyncio.get_running_loop().create_future()
-        number, state_dict = await self._compute(begin)
+        number, state_dict, merge_lost = await self._compute(begin)
         try:
             lora, adapter = engine.policy.served_lora, None
             if lora is not None and number != BASE:
@@ -245,7 +250,7 @@ class PolicyTrainer(Actor, Configurable):
             )
             if number == BASE and base_part is not None:
                 base_part.set_result(digest_sums(shard.sums))
-            return shard
+            return replace(shard, merge_lost=merge_lost)
         finally:
             # Also after an error: the next change of the weights would wait forever.
             self._pushes.discard(pushed)

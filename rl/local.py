@@ -18,6 +18,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -45,6 +46,7 @@ from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.observability.spans import span
 from rl.training.engine import TrainingEngine
+from rl.training.merge import measure_merge
 from rl.training.models_by_id import TrainedModels
 from rl.types import RUN, Completion, PullResult, SamplingParams
 from rl.utils.threads import WorkerThread
@@ -53,6 +55,18 @@ ResultT = TypeVar("ResultT")
 
 GATHER_S = 0.005
 """Seconds that a call of `generate` waits for others to join it, where calls are gathered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Pushed:
+    """A version of the weights that can be served."""
+
+    lora: LoRA.Config | None
+    """Settings of an adapter that is not merged."""
+    tensors: dict[str, Tensor]
+    """Copies of the weights; of an adapter, whose base is shared, without the base's."""
+    merge_lost: float | None
+    """As in `PullResult`."""
 
 
 class LocalBackend(EngineClient):
@@ -96,11 +110,11 @@ class LocalBackend(EngineClient):
         another.
         """
         self._num_interruptions = 0
-        self._pushed: dict[int, tuple[LoRA.Config | None, dict[str, Tensor]]] = {}
-        """Unmerged adapters and copies of the weights by version, in the order of the pushes; the
-        base of adapters is shared."""
+        self._pushed: dict[int, _Pushed] = {}
+        """Versions in the order of the pushes."""
         self._numbers = itertools.count(1)
         self._served_version: int | None = None
+        self._served = PullResult()
         if models:
             assert hf_assets_path is not None, "models by id start from one base"
             self.models = TrainedModels(
@@ -322,8 +336,10 @@ class LocalBackend(EngineClient):
         engine = self.find_engine(model_id)
         buffers = find_persistent_buffers(engine.policy.model)
         lora: LoRA.Config | None = None
+        merge_lost: float | None = None
         if model_id == RUN:
             version, weights = engine.policy_version, engine.model_state_dict()
+            merge_lost = measure_merge(engine.policy, state_dict=weights, dtype=self._dtype)
         else:
             version, weights = next(self._numbers), dict(engine.policy.trained_parameters) | buffers
             lora = self.models.lora(model_id)
@@ -334,7 +350,7 @@ class LocalBackend(EngineClient):
                 dtype = tensor.dtype if name in buffers else self._dtype
                 copies[name] = gather_whole(tensor).detach().to(self._device, dtype, copy=True)
         self._pushed.pop(version, None)  # A version that was loaded again moves to the end.
-        self._pushed[version] = lora, copies
+        self._pushed[version] = _Pushed(lora=lora, tensors=copies, merge_lost=merge_lost)
         return version
 
     async def forget(self, version: int) -> None:
@@ -347,7 +363,7 @@ class LocalBackend(EngineClient):
             ValueError: the version was not pushed, or a later one is served.
         """
         await self._run_in("generator", "pull", self._pull, policy_version)
-        return PullResult()
+        return self._served
 
     def _pull(self, policy_version: int) -> None:
         versions = list(self._pushed)
@@ -358,7 +374,8 @@ class LocalBackend(EngineClient):
                 f"policy_version={policy_version} was not pushed, or a later push is served: "
                 f"served is {self._served_version}, pushed since {versions}"
             )
-        lora, tensors = self._pushed[policy_version]
+        pushed = self._pushed[policy_version]
+        lora, tensors = pushed.lora, pushed.tensors
         # Without adapters, or with others, the sampled model has other modules.
         if lora != self._lora:
             self._model, self._lora = self._make_model(lora), lora
@@ -372,6 +389,7 @@ class LocalBackend(EngineClient):
         unknown = self._model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
         assert not unknown, f"the sampled model has no tensors {unknown}"
         self._served_version = policy_version
+        self._served = PullResult(merge_lost=pushed.merge_lost)
         # A run samples from its newest weights; sessions keep their snapshots until `forget`.
         if not self._has_models:
             for version in versions[: versions.index(policy_version) + 1]:

@@ -27,6 +27,9 @@ class PullResult:
     nats a token; None if it was not checked."""
     parity_s: float = 0.0
     """Seconds that the check took after the pulls."""
+    merge_lost: float | None = None
+    """Share of the adapters' update that rounding to the generators' dtype has lost
+    (`rl.training.merge`); None without merged adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,3 +42,5 @@ class PublishResult:
     parity_diff: float | None = None
     parity_s: float = 0.0
     """Seconds of the parity check, as in `PullResult`; not part of `pull_s`."""
+    merge_lost: float | None = None
+    """As in `PullResult`."""

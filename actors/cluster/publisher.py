@@ -288,7 +288,9 @@ class GeneratorPool:
             pulled, lost = await self._pull(snapshot, generators)
             started = now_s()
             diff, lost_later = await self._compare(snapshot, pulled)
-            result = PullResult(parity_diff=diff, parity_s=now_s() - started)
+            result = PullResult(
+                parity_diff=diff, parity_s=now_s() - started, merge_lost=snapshot.merge_lost
+            )
         except BaseException:
             # The version is still served: logprobs that are there are for the next generator that
             # pulls it.

@@ -18,6 +18,9 @@ from rl.utils.clock import now_s
 
 logger = logging.getLogger(__name__)
 
+MUCH_LOST = 0.5
+"""Share of an update that rounding loses from which a run warns."""
+
 
 class WeightSync:
     """Background publisher of the trainer's weights.
@@ -39,6 +42,7 @@ class WeightSync:
         self._push: asyncio.Task[int] | None = None
         self._pull: asyncio.Task[PublishResult] | None = None
         self._last: PublishResult | None = None
+        self._has_warned = False
 
     @property
     def last(self) -> PublishResult:
@@ -94,6 +98,7 @@ class WeightSync:
                 pull_s=now_s() - started - push_s - checked.parity_s,
                 parity_diff=checked.parity_diff,
                 parity_s=checked.parity_s,
+                merge_lost=checked.merge_lost,
             )
             parity = ""
             if checked.parity_diff is not None:
@@ -108,6 +113,7 @@ class WeightSync:
                 result.pull_s,
                 parity,
             )
+            self._warn_of_merge(result)
             if on_pulled is not None:
                 on_pulled()
         except Exception as error:
@@ -115,3 +121,17 @@ class WeightSync:
             self._on_failure(error)
             raise
         return result
+
+    def _warn_of_merge(self, result: PublishResult) -> None:
+        # Once, as most versions after it would warn too.
+        if self._has_warned or result.merge_lost is None or result.merge_lost <= MUCH_LOST:
+            return
+        self._has_warned = True
+        logger.warning(
+            "policy version %d: merged adapters lose %.2g of their update to rounding "
+            "(sync/merge_lost, above %g), so generators sample from other weights than those in "
+            "training: set merge=False in LoRA.Config, or let generators compute in float32",
+            result.policy_version,
+            result.merge_lost,
+            MUCH_LOST,
+        )

@@ -56,7 +56,8 @@ class LoRA(ModelConverter):
         """Folder of an adapter in PEFT's format to start from; None draws one."""
         merge: bool = False
         """Give generators the sums of weights and products, as large as the model and rounded to
-        their dtype, in place of the adapter. What is trained is then not what is sampled from."""
+        their dtype, in place of the adapter. What is trained is then not what is sampled from: the
+        metric `sync/merge_lost` is the share of the products that rounding loses."""
 
         def __post_init__(self) -> None:
             if self.rank < 1:
@@ -232,6 +233,12 @@ class LoRA(ModelConverter):
     def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
         adapter = self._adapters.get(name)
         return tensor if adapter is None else adapter.merge_without_gradient(tensor)
+
+    def yield_updates(self, name: str, weight: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Yield `LowRank.yield_updates` of a weight; nothing if it has no adapter."""
+        adapter = self._adapters.get(name)
+        if adapter is not None:
+            yield from adapter.yield_updates(weight)
 
     def yield_peft_factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the Hugging Face name of each weight with its whole A and B.

@@ -86,6 +86,8 @@ class Shard:
     """The shared memory or the file that holds the boxes; None if there are none."""
     sums: tuple[BoxSum, ...]
     adapter: AdapterInfo | None = None
+    merge_lost: float | None = None
+    """What the merge of adapters into these weights lost, of all ranks (`rl.training.merge`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +104,11 @@ class Snapshot:
         for shard in self.shards:
             sums += shard.sums
         return sums
+
+    @property
+    def merge_lost(self) -> float | None:
+        """Share of its adapters' update that rounding lost; None without merged adapters."""
+        return self.shards[0].merge_lost
 
     @property
     def base_id(self) -> int:

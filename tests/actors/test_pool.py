@@ -123,6 +123,14 @@ def run_pool(steps, **settings):
     return run_in_virtual_time(main())[0]
 
 
+def test_pull_tells_what_the_push_has_lost_in_the_merge():
+    async def steps(room):
+        room.trainer.version, room.trainer.merge_lost = 3, 0.25
+        return await room.pool.pull(await room.pool.push())
+
+    assert run_pool(steps).merge_lost == 0.25
+
+
 def test_restarted_generator_serves_only_after_pulling_the_current_version():
     async def steps(room):
         await room.pull(0)

@@ -50,12 +50,16 @@ def assets(tmp_path):
     return folder, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def spawn_trainer(meshes, mesh, *, store, folder, assets, num_procs=1):
+def spawn_trainer(meshes, mesh, *, store, folder, assets, num_procs=1, converters=()):
     """Return a trainer after its set-up."""
     trainer = mesh.spawn(
         "policy_trainer",
         PolicyTrainer,
-        config=PolicyTrainer.Config(num_procs=num_procs, reference=ReferenceConfig(enable=True)),
+        config=PolicyTrainer.Config(
+            num_procs=num_procs,
+            converters=converters,
+            reference=ReferenceConfig(enable=True),
+        ),
         model_spec=SPEC,
         store=store,
         failure_folder=str(folder),
@@ -116,17 +120,29 @@ def test_push_overlaps_gradients_and_delivers_the_version_before_the_step(meshes
 @pytest.mark.medium
 @pytest.mark.timeout(180)
 def test_two_ranks_push_to_files_and_answer_once(meshes, assets, tmp_path):
-    """One rank returns logprobs and measures its machine; a step may be empty."""
+    """One rank returns logprobs and measures its machine; a step may be empty; adapters that are
+    merged are at first zero.
+    """
     folder, before = assets
     store = WeightStore.Config(transport="files").build(run_folder=tmp_path)
     mesh = meshes.spawn_mesh(2)
     meshes.run(store.start(mesh))
-    trainer = spawn_trainer(meshes, mesh, store=store, folder=tmp_path, assets=folder, num_procs=2)
+    trainer = spawn_trainer(
+        meshes,
+        mesh,
+        store=store,
+        folder=tmp_path,
+        assets=folder,
+        num_procs=2,
+        converters=(LoRA.Config(rank=4, merge=True),),
+    )
 
     def all_ranks(endpoint, *args, **options):
         return [result for _, result in meshes.run(endpoint.call(*args, **options)).items()]
 
-    assert all(are_old(meshes, store, before, all_ranks(trainer.push_model_state_dict)))
+    shards = all_ranks(trainer.push_model_state_dict)
+    assert all(are_old(meshes, store, before, shards))
+    assert [shard.merge_lost for shard in shards] == [0.0, 0.0]
     limits, nothing = all_ranks(trainer.measure_machine, "float32", 1 << 20)
     assert nothing is None
     assert limits.flops_per_s > 1e9
@@ -144,6 +160,12 @@ def test_two_ranks_push_to_files_and_answer_once(meshes, assets, tmp_path):
     all_ranks(trainer.drop_gradient)
     step, _ = all_ranks(trainer.optim_step, allow_empty=True)
     assert (step.grad_norm, step.policy_version) == (0.0, 1)
+
+    all_ranks(trainer.forward_backward, samples, loss=loss)
+    all_ranks(trainer.optim_step)
+    first, second = all_ranks(trainer.push_model_state_dict)
+    # The store's dtype is float32.
+    assert 0.0 < first.merge_lost == second.merge_lost < 1e-3
     meshes.run(trainer.close.call())
     meshes.run(store.stop())
 

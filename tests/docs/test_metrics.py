@@ -60,10 +60,11 @@ class UnreducedSink(ListSink):
 
 
 class CheckedPolicy(FakePolicy):
-    """Policy with a parity check."""
+    """Policy with a parity check and merged adapters."""
 
     async def pull(self, policy_version):
-        return replace(await super().pull(policy_version), parity_diff=1e-7, parity_s=0.1)
+        pulled = await super().pull(policy_version)
+        return replace(pulled, parity_diff=1e-7, parity_s=0.1, merge_lost=0.25)
 
 
 def length(rollout):

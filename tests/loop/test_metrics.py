@@ -275,7 +275,12 @@ def test_times_and_speeds_of_a_step():
                 minibatch(num_valid=4),
             ],  # 16 + 14 tokens, 4 + 4 samples
             published=PublishResult(
-                policy_version=1, push_s=0.25, pull_s=0.75, parity_diff=1e-6, parity_s=0.125
+                policy_version=1,
+                push_s=0.25,
+                pull_s=0.75,
+                parity_diff=1e-6,
+                parity_s=0.125,
+                merge_lost=0.375,
             ),
             clock=clock,
         )
@@ -296,6 +301,7 @@ def test_times_and_speeds_of_a_step():
         "perf/trained_tokens_per_s": 60,
         "perf/samples_per_s": 2,
         "sync/version": 1,
+        "sync/merge_lost": 0.375,
         "parity/logprob_diff": 1e-6,
     }
 

@@ -16,6 +16,7 @@ from rl.models import qwen2
 from rl.models.decoder import FeedForward
 from rl.models.files.peft import CONFIG_FILE, WEIGHTS_FILE, read_peft_folder, write_peft_folder
 from rl.models.lora import ALL_LINEAR, LoRA
+from rl.training.merge import measure_merge, sum_rounding
 from tests.support.policies import full_logits
 from tests.training.parts import (
     RANK,
@@ -102,6 +103,78 @@ def test_each_hugging_face_weight_has_its_own_product(assets, tmp_path, modules)
         engine.compute_logprobs(SAMPLES), plain.compute_logprobs(SAMPLES), strict=True
     ):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-5, rtol=0)
+
+
+BF16_STEP = 2.0**-7
+"""Difference of 1 to the next larger number in bfloat16."""
+
+
+@pytest.mark.parametrize(
+    ("weight", "update", "dtype", "lost"),
+    [
+        # A quarter of the way to the next number is rounded away.
+        (1.0, [BF16_STEP / 4, -BF16_STEP / 8], "bfloat16", [BF16_STEP / 4, BF16_STEP / 8]),
+        # Three quarters of the way are rounded to the whole.
+        (1.0, [0.5, BF16_STEP * 0.75], "bfloat16", [0.0, BF16_STEP / 4]),
+        (1.0, [0.5, BF16_STEP / 4], "float32", [0.0, 0.0]),
+        # float16 has three bits more.
+        (1.0, [BF16_STEP / 8, BF16_STEP / 32], "float16", [0.0, BF16_STEP / 32]),
+        # The rounding of the weight itself is not lost: with the adapter apart it is the same.
+        (1.0 + BF16_STEP / 4, [1.0, 0.0], "bfloat16", [0.0, 0.0]),
+        # An eighth of a step takes the weight over the middle between two numbers.
+        (1.0 + BF16_STEP * 0.4375, [BF16_STEP / 8], "bfloat16", [BF16_STEP * 0.875]),
+    ],
+)
+def test_rounding_of_sums_has_these_squares(weight, update, dtype, lost):
+    update = torch.tensor(update)
+    weight = torch.full_like(update, weight)
+    found = sum_rounding(weight, update, weight + update, dtype=getattr(torch, dtype))
+    expected = [torch.tensor(lost).square().sum(), update.square().sum()]
+    torch.testing.assert_close(found, torch.stack(expected).double(), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("scale", [0.2, 0.02, 0.002])
+def test_share_that_a_merge_loses_follows_from_the_summed_weights(assets, tmp_path, scale):
+    modules = ("q_proj", "v_proj", "up_proj")
+    factors = random_factors(small_spec(), scale=scale, modules=modules)
+    folder = write_adapter(tmp_path / "adapter", factors)
+    engine = make(assets, target_modules=modules, initial_adapter=folder)
+    plain = make_engine(assets).model_state_dict()
+    merged = engine.model_state_dict()
+    updates = summed_by_hand(
+        small_spec(), {name: torch.zeros_like(tensor) for name, tensor in plain.items()}, factors
+    )
+    lost, whole = [], []
+    for name, update in updates.items():
+        change = merged[name].bfloat16().double() - plain[name].bfloat16().double()
+        lost.append(change - update)
+        whole.append(update.double())
+    shares = [torch.cat([t.flatten() for t in tensors]).norm() for tensors in (lost, whole)]
+    share = measure_merge(engine.policy, state_dict=merged, dtype=torch.bfloat16)
+    assert share == pytest.approx(float(shares[0] / shares[1]), rel=1e-4)
+    # Numbers in float32 have 16 bits more.
+    in_float32 = measure_merge(engine.policy, state_dict=merged, dtype=torch.float32)
+    assert 0.0 < in_float32 < share / 1e3
+    assert_near(merged, engine.model_state_dict(), relative=0.0)  # measuring changes no weight
+
+
+def test_weights_in_bfloat16_lose_no_more_than_the_update(assets, tmp_path):
+    """A weight that the dtype represents is itself one of the numbers to round to."""
+    shares: list[Any] = []
+    for scale in (0.2, 0.02, 0.002):
+        factors = random_factors(small_spec(), scale=scale, modules=ALL_LINEAR)
+        folder = write_adapter(tmp_path / f"adapter {scale}", factors)
+        lora = LoRA.Config(rank=RANK, alpha=SCALE * RANK, initial_adapter=folder)
+        engine = make_engine(assets, converters=(lora,), dtype="bfloat16")
+        merged = engine.model_state_dict()
+        shares.append(measure_merge(engine.policy, state_dict=merged, dtype=torch.bfloat16))
+    assert shares[0] < 0.05 < shares[1] < 0.9 < shares[2] <= 1.0
+
+
+def test_adapter_without_products_loses_nothing_and_no_adapter_has_no_share(assets):
+    for engine, share in ((make(assets), 0.0), (make_engine(assets), None)):
+        merged = engine.model_state_dict()
+        assert measure_merge(engine.policy, state_dict=merged, dtype=torch.bfloat16) == share
 
 
 def test_gradients_follow_from_the_summed_weights_by_the_chain_rule(untied, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class Mortal:
     """Mesh of one actor; its pushes are of `version`."""
 
     version: int | None = None
+    merge_lost: float | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -92,7 +94,7 @@ class Mortal:
         return [np.zeros(3, dtype=np.float32)]
 
     async def _push_model_state_dict(self, **model: Any) -> Shard:
-        return shard_of(self.version)
+        return replace(shard_of(self.version), merge_lost=self.merge_lost)
 
 
 class Endpoint:

@@ -37,6 +37,7 @@ from rl.training.config import ExpertBalanceConfig
 from rl.training.engine import TrainingEngine
 from rl.training.failures import NonFiniteLossError
 from rl.training.gradients import place_gradients
+from rl.training.merge import measure_merge
 from tests.training.parts import (
     BIAS_RATE,
     RANK,
@@ -157,6 +158,7 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
     engine = make(kind, layout, assets, failure_folder=f"{folder}/failures")
     samples = make_samples()
     found: dict[str, Any] = {"logprobs": engine.compute_logprobs(samples)}
+    found["merge lost"] = measure_merge_of(engine)
     found["whole"] = engine.forward_backward(samples)
     found["gradients"] = whole_gradients(engine)
     found["num_local"] = {
@@ -206,6 +208,11 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
                 dtype: reduced(layout, assets, dtype) for dtype in ("float32", "bfloat16")
             }
     return found
+
+
+def measure_merge_of(engine: TrainingEngine) -> float | None:
+    """Return what generators in bfloat16 lose of the adapters that an engine starts with."""
+    return measure_merge(engine.policy, state_dict=engine.model_state_dict(), dtype=torch.bfloat16)
 
 
 def measure_gradients(layouts: tuple[str, ...], assets: Assets) -> dict[str, dict[str, Any]]:

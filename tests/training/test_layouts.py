@@ -16,6 +16,7 @@ from rl.training.checkpoints.metadata import read_saved_tensors
 from tests.support.distributed import run_ranks
 from tests.training.layouts import (
     REDUCED,
+    WITH_ADAPTERS,
     measure,
     measure_all,
     measure_gradients,
@@ -164,6 +165,10 @@ def test_results_gradients_and_steps_equal_one_device(measured, one, case):
         )
         assert_near(rank["weights"], expected["weights"])
         assert_near(rank["merged"], expected["merged"])
+        assert rank["merge lost"] == ranks[0]["merge lost"]
+        if kind in WITH_ADAPTERS:
+            assert rank["merge lost"] == pytest.approx(expected["merge lost"], rel=1e-5)
+            assert rank["merge lost"] > 1e-3
         logprobs = expected["logprobs"]
         asked = [values for part in parts for values in part.logprobs]
         assert_near_logprobs(rank["logprobs"], logprobs)

@@ -116,6 +116,27 @@ def test_sampling_uses_the_dtypes_of_the_trainers_forward(assets, float32_head):
         assert mine.logprobs.tolist() == expected.logprobs.tolist()
 
 
+def test_pull_tells_what_merged_adapters_lost(assets):
+    """The sampler's weights are in the dtype of forwards."""
+
+    async def use(local):
+        first = await local.pull(await local.push())
+        await train(local, num_steps=1)
+        second = await local.pull(await local.push())
+        again = await local.pull(1)
+        assert again == second
+        return first.merge_lost, second.merge_lost
+
+    lora = (LoRA.Config(rank=4),)
+    assert with_backend(use, assets=assets) == (None, None)
+    first, in_float32 = with_backend(use, assets=assets, converters=lora)
+    assert first == 0.0
+    training = TrainingConfig(param_dtype="bfloat16")
+    first, in_bfloat16 = with_backend(use, assets=assets, converters=lora, training=training)
+    assert first == 0.0
+    assert 0.0 < in_float32 < 1e-4 < 1e-3 < in_bfloat16
+
+
 # Versions
 
 

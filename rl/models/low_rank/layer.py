@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -157,23 +158,31 @@ class LowRank(nn.Module):
     @torch.no_grad()
     def merge_without_gradient(self, weight: Tensor) -> Tensor:
         """Return W + s B A in W's layout and dtype, summed in float32."""
+        local = local_tensor(weight)
+        merged = torch.empty(local.shape, dtype=weight.dtype, device=local.device)
+        for place, update in self.yield_updates(weight):
+            merged[place] = local[place].float() + update
+        return wrap_like(weight, merged)
+
+    @torch.no_grad()
+    def yield_updates(self, weight: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Yield this rank's part of s B A in float32, [O, I], with its place in that of W.
+
+        Collective, so every rank must consume all.
+        """
         # Only the factors are gathered: each rank computes the part of the product that it holds.
         a = gather_whole(self.lora_a.detach()).float()
         b = gather_whole(self.lora_b.detach()).float()
-        local = local_tensor(weight)
-        if not local.numel():
-            return weight
+        if not local_tensor(weight).numel():
+            return
         *experts, rows, columns = _find_local_indices(weight)
         b = self.spread_by_source(b, self._whole_rows_ON.to(b.device))
         if not experts:
-            product = b[rows] @ a[:, columns]
-            return wrap_like(weight, (local.float() + self.scale * product).to(weight.dtype))
+            yield ..., self.scale * (b[rows] @ a[:, columns])
+            return
         # Expert by expert: all products in float32 would be twice a layer of experts in bfloat16.
-        merged = torch.empty_like(local)
         for place, expert in enumerate(experts[0].tolist()):
-            product = b[expert][rows] @ a[expert][:, columns]
-            merged[place] = local[place].float() + self.scale * product
-        return wrap_like(weight, merged)
+            yield place, self.scale * (b[expert][rows] @ a[expert][:, columns])
 
     def spread_by_source(self, b_OR: Tensor, rows_ON: Tensor) -> Tensor:
         """Return each row of B in the columns of its own A, with zeros elsewhere, [O, N * R]."""
