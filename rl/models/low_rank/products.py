@@ -19,7 +19,7 @@ from rl.models.batch_invariant.kernels import COLUMNS, NARROW, ROWS
 from rl.models.low_rank.kernel import NUM_FIELDS, add_low_rank
 
 
-class Factors(Protocol):
+class LayerFactors(Protocol):
     """What is needed here of `rl.models.low_rank.layer.Factors`, which needs this module."""
 
     @property
@@ -58,7 +58,7 @@ class PackedFactors:
         ]
 
 
-def count_packed(factors: Factors) -> tuple[torch.Size, torch.Size]:
+def count_packed(factors: LayerFactors) -> tuple[torch.Size, torch.Size]:
     """Return the shapes of the packed A and B."""
     *stack, num_low, num_in = factors.a.shape
     num_out, rank = factors.b.shape[-2:]
@@ -69,7 +69,10 @@ def count_packed(factors: Factors) -> tuple[torch.Size, torch.Size]:
 
 
 def pack_factors(
-    factors: Factors, *, into: tuple[Tensor, Tensor] | None = None, runs: np.ndarray | None = None
+    factors: LayerFactors,
+    *,
+    into: tuple[Tensor, Tensor] | None = None,
+    runs: np.ndarray | None = None,
 ) -> PackedFactors:
     """Copy factors into tensors of `count_packed`'s shapes, which hold zeros."""
     num_low, num_in = factors.a.shape[-2:]
@@ -180,7 +183,7 @@ def _to_array(x: Tensor) -> np.ndarray:
     return array
 
 
-def add_in_fixed_order(output_TO: Tensor, x_TI: Tensor, factors: Factors) -> Tensor:
+def add_in_fixed_order(output_TO: Tensor, x_TI: Tensor, factors: LayerFactors) -> Tensor:
     """Return the output plus the product of one adapter, bit for bit as in a batch of many."""
     out: Tensor = _FixedOrder.apply(output_TO, x_TI, factors.a, factors.b, factors)
     return out
@@ -191,7 +194,7 @@ class _FixedOrder(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output_TO: Tensor, x_TI: Tensor, a: Tensor, b: Tensor, factors: Factors
+        ctx: Any, output_TO: Tensor, x_TI: Tensor, a: Tensor, b: Tensor, factors: LayerFactors
     ) -> Tensor:
         ctx.save_for_backward(x_TI, a, b)
         ctx.layer, ctx.rows_ON = factors.layer, factors.rows_ON
