@@ -37,7 +37,7 @@ MEDIUM = {
     "moe": ("fsdp2_ep2", "tp2", "tp2_etp2", "pp2_interleaved", "fsdp2_ep2_tp2_etp2",
         "pp2_fsdp2_ep2"),
     "lora": ("fsdp2", "tp2", "cp2_alltoall", "pp2"),
-    "lora_moe": ("fsdp2", "fsdp2_ep2", "tp2", "tp2_etp2"),
+    "lora_moe": ("fsdp2", "fsdp2_ep2", "tp2_etp2"),
 }  # fmt: skip
 """Layouts that `make test` runs, by kind of model."""
 LONG = {
@@ -52,7 +52,7 @@ LONG = {
         "cp2_tp2", "ddp2_fsdp2", "fsdp2_cp2", "ddp2_cp2", "cp2_ep2_tp2_etp2",
     ),
     "lora": ("fsdp2_tp2", "ddp2_fsdp2"),
-    "lora_moe": (),
+    "lora_moe": ("tp2",),
 }  # fmt: skip
 """Layouts whose dimensions others cover too; only `make test-long` runs them."""
 THREE_AXES = ("fsdp2_cp2_tp2", "pp2_cp2_tp2", "pp2_fsdp2_tp2_csv")
