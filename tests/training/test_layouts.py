@@ -99,17 +99,22 @@ def one(folder, all_assets):
 
 @pytest.fixture(scope="module")
 def measured(folder, all_assets):
-    """Return the measurements of each rank; layouts of one size and table share their processes."""
+    """Return the measurements of each rank.
+
+    Layouts of one size and table share their processes, those with adapters and those without.
+    """
 
     @functools.cache
-    def launch(is_long, size):
-        cases = [
-            case for case in cases_of(LONG if is_long else MEDIUM) if num_ranks(case[1]) == size
-        ]
+    def launch(is_long, size, with_adapters):
+        cases = []
+        for case in cases_of(LONG if is_long else MEDIUM):
+            if num_ranks(case[1]) == size and (case[0] in WITH_ADAPTERS) == with_adapters:
+                cases.append(case)
         return run_ranks(measure_all, size, cases, all_assets, str(folder), timeout_s=280)
 
     return lambda case: [
-        rank[case] for rank in launch(case[1] in LONG[case[0]], num_ranks(case[1]))
+        rank[case]
+        for rank in launch(case[1] in LONG[case[0]], num_ranks(case[1]), case[0] in WITH_ADAPTERS)
     ]
 
 
