@@ -16,8 +16,7 @@ medians, and each ratio is the median of the pairs of a repeat.
     turns        whole weights are written for each of 64 versions, of which one request each is
                  served; some turns are measured, and their time is that of all
 
-`push_share` is the bytes of an adapter over those of its A and B by hand, and `of_model` over those
-of the whole weights. `load_s` is the time from an adapter's tensors until requests can use it, and
+`of_model` is the bytes of an adapter over those of the whole weights. `load_s` is the time from an adapter's tensors until requests can use it, and
 `update_s` that of whole weights. `memory_share` is what the process has grown by with 64 adapters
 over the bytes of their A and B.
 
@@ -104,9 +103,8 @@ async def load(engine: GeneratorEngine, version: int, lora: LoRA.Config) -> floa
     return time.perf_counter() - started
 
 
-async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def start_engine(args: argparse.Namespace, folder: Path, spec: ModelSpec) -> GeneratorEngine:
     use_threads(1)  # The engine computes in another thread.
-    spec = model_spec("llama", args.flavor)
     config_text = json.dumps(spec.adapter(spec.model).hf_config())
     (folder / "config.json").write_text(config_text, encoding="utf-8")
     config = GeneratorEngine.Config(
@@ -119,16 +117,11 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     engine = GeneratorEngine(config=config, model_spec=spec, hf_assets_path=str(folder))
     await engine.start()
-    started = time.perf_counter()
-    await engine.update_weights(fill, version=0)
-    update_s = time.perf_counter() - started
+    return engine
 
-    loads_s = [await load(engine, version, LoRA.Config(rank=16)) for version in RANK_16]
-    before = psutil.Process().memory_info().rss
-    for version in RANK_8:
-        await load(engine, version, LoRA.Config(rank=8))
-    grown = psutil.Process().memory_info().rss - before
 
+async def time_calls(engine: GeneratorEngine, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the tokens per second of each side, repeat by repeat."""
     num = args.sequences
     sides: dict[str, list[int | None]] = {
         "merged": [None] * num,
@@ -145,10 +138,26 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         speeds["turns"] = await call_in_turns(engine, tokens=args.tokens, seed=repeat)
         for name, speed in speeds.items():
             rows[name] += [speed] * (repeat > 0)  # The first allocates.
+    return rows
+
+
+async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    spec = model_spec("llama", args.flavor)
+    engine = await start_engine(args, folder, spec)
+    started = time.perf_counter()
+    await engine.update_weights(fill, version=0)
+    update_s = time.perf_counter() - started
+    loads_s = [await load(engine, version, LoRA.Config(rank=16)) for version in RANK_16]
+    before = psutil.Process().memory_info().rss
+    for version in RANK_8:
+        await load(engine, version, LoRA.Config(rank=8))
+    grown = psutil.Process().memory_info().rss - before
+
+    rows = await time_calls(engine, args)
     weights = sum(tensor.nbytes for tensor in engine.model_state_dict().values())
+    await engine.close()
     itemsize = getattr(torch, args.dtype).itemsize
     of_rank = {rank: count_factors(spec, rank) * itemsize for rank in (8, 16)}
-    await engine.close()
 
     def ratio(side: str, other: str) -> float:
         pairs = zip(rows[side], rows[other], strict=True)
@@ -159,7 +168,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "model": args.flavor,
         "dtype": args.dtype,
         "threads": args.threads,
-        "sequences": num,
+        "sequences": args.sequences,
         "tokens": args.tokens,
         "repeats": args.repeats,
         "tokens_per_s": {name: round(statistics.median(of), 1) for name, of in rows.items()},

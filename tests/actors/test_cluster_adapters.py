@@ -5,6 +5,7 @@ Processes are killed in the middle of their work by the last tests.
 
 import asyncio
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,8 @@ def test_push_has_the_adapter_alone_and_the_base_is_in_no_shared_memory(running)
     adapter = store.snapshot(version).adapter
     assert adapter.lora.rank == 4
     model = SPEC.model
-    heads, ffn = model.block.attention, model.block.feed_forward.hidden_dim
+    feed_forward: Any = model.block.feed_forward
+    heads, ffn = model.block.attention, feed_forward.hidden_dim
     queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     sizes = [(model.dim, n) for n in (queries, keys, keys, ffn, ffn)]
     sizes += [(queries, model.dim), (ffn, model.dim)]

@@ -180,7 +180,8 @@ def add_adapter(model: Decoder, seed: int) -> Decoder:
     merged = copy.deepcopy(model)
     for name, factors in shapes.read(tensors).items():
         spread = factors.layer.spread_by_source(factors.b, factors.rows_ON)
-        merged.get_submodule(name).weight.data += factors.layer.scale * spread @ factors.a
+        weight = merged.get_parameter(f"{name}.weight")
+        weight.data += factors.layer.scale * spread @ factors.a
     return merged
 
 

@@ -153,7 +153,9 @@ def test_share_that_a_merge_loses_follows_from_the_summed_weights(assets, tmp_pa
     share = measure_merge(engine.policy, state_dict=merged, dtype=torch.bfloat16)
     assert share == pytest.approx(float(shares[0] / shares[1]), rel=1e-4)
     # Numbers in float32 have 16 bits more.
+    assert share is not None
     in_float32 = measure_merge(engine.policy, state_dict=merged, dtype=torch.float32)
+    assert in_float32 is not None
     assert 0.0 < in_float32 < share / 1e3
     assert_near(merged, engine.model_state_dict(), relative=0.0)  # measuring changes no weight
 
