@@ -16,9 +16,9 @@ medians, and each ratio is the median of the pairs of a repeat.
     turns        whole weights are written for each of 64 versions, of which one request each is
                  served; some turns are measured, and their time is that of all
 
-`of_model` is the bytes of an adapter over those of the whole weights. `load_s` is the time from an adapter's tensors until requests can use it, and
-`update_s` that of whole weights. `memory_share` is what the process has grown by with 64 adapters
-over the bytes of their A and B.
+`of_model` is the bytes of an adapter over those of the whole weights. `load_s` is the time from an
+adapter's tensors until requests can use it, `update_s` that of whole weights. `memory_share` is
+what the process has grown by with 64 adapters over the bytes of their A and B.
 
 The last line is a JSON object.
 """
