@@ -40,9 +40,10 @@ from rl.distributed.sharding import local_tensor
 from rl.models.batch_invariant.probe import check_machine, has_equal_bits
 from rl.models.files.hf import read_hf_config
 from rl.models.lora import LoRA
-from rl.models.low_rank.bank import NONE, AdapterBank
+from rl.models.low_rank.bank import AdapterBank
 from rl.models.low_rank.layer import Factors
 from rl.models.low_rank.shapes import AdapterShapes
+from rl.models.low_rank.types import NONE
 from rl.models.spec import ModelSpec
 from rl.types import FinishReason
 from rl.utils.load import ComputeThreads

@@ -39,7 +39,8 @@ from rl.models.decoder import find_persistent_buffers, reset_buffers
 from rl.models.files.hf import read_hf_config
 from rl.models.layers.attention import SequenceLayout
 from rl.models.layers.moe import GroupedExperts
-from rl.models.low_rank.bank import HEAD, NONE, AdapterBank
+from rl.models.low_rank.bank import AdapterBank
+from rl.models.low_rank.types import HEAD, NONE
 from rl.models.parallelize import (
     ShardedLinear,
     gather_parts,

@@ -17,8 +17,10 @@ from rl.models.decoder import reset_buffers
 from rl.models.layers.attention import SequenceLayout
 from rl.models.layers.moe import GroupedExperts
 from rl.models.lora import LoRA
-from rl.models.low_rank.bank import NONE, AdapterBank
+from rl.models.low_rank.bank import AdapterBank
+from rl.models.low_rank.plain_bank import PlainBank
 from rl.models.low_rank.shapes import AdapterShapes
+from rl.models.low_rank.types import HEAD, NONE
 from rl.models.parallelize import ShardedLinear, parallelize_decoder_generator
 from rl.models.spec import model_spec
 from tests.support.distributed import run_ranks
@@ -208,3 +210,37 @@ def test_two_tensor_parallel_ranks_add_the_products_of_one():
         for rank in ranks:
             for part, wanted in zip(rank[spec.name], expected, strict=True):
                 np.testing.assert_allclose(part, wanted, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [small_spec(tie=False), MIXTURE], ids=["dense", "experts"])
+@torch.no_grad()
+def test_plain_bank_computes_what_the_kernel_computes(spec):
+    """Fused weights of which some are adapted, several ranks, and rows without an adapter."""
+    loras = {
+        5: LoRA.Config(rank=4, target_modules=("q_proj", "v_proj", "down_proj")),
+        9: LoRA.Config(rank=16, alpha=4.0, unembedding=True),
+    }
+    versions = np.repeat([5, NONE, 9, 5], [3, 2, 6, 1])
+    lengths = [3, 2, 6, 1]
+    ids = torch.randint(64, (12,), generator=torch.Generator().manual_seed(0))
+    layout = SequenceLayout.from_lengths(lengths)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    results = []
+    for kind in (AdapterBank, PlainBank):
+        model = random_model(spec, seed=0).requires_grad_(False)
+        bank = kind(list_layers(model), dtype=torch.float32, head_dtype=torch.float32)
+        plain = model(ids, positions=positions, sequences=layout)
+        for version, lora in loras.items():
+            bank.load(version, draw_factors(spec, lora, seed=version))
+        bank.begin(versions)
+        hidden = model(ids, positions=positions, sequences=layout)
+        logits = torch.zeros(12, model.config.vocab_size)
+        bank.add_to_rows(HEAD, hidden, logits, versions)
+        assert [bool(row.any()) for row in logits] == (versions == 9).tolist()
+        torch.testing.assert_close(hidden[3:5], plain[3:5])
+        assert not torch.allclose(hidden[:3], plain[:3], atol=1e-3)
+        results.append(torch.cat((hidden, logits), dim=1))
+        bank.drop(5)
+        with pytest.raises(KeyError):
+            bank.begin(versions)
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)

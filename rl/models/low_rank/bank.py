@@ -36,11 +36,9 @@ from rl.models.low_rank.products import (
     count_packed,
     pack_factors,
 )
+from rl.models.low_rank.types import HEAD, NONE
 from rl.models.parallelize import ShardedLinear
 
-NONE = -1
-"""Version of rows without an adapter."""
-HEAD = "lm_head"
 FIRST_SLOTS = 16
 ALIGNMENT = 64
 """Bytes; a core's cache line."""
@@ -210,6 +208,12 @@ class AdapterBank:
             self._of_experts = tokens_S, tiles
         self.add_tiles(name, x_SI, out_SO, self._of_experts[1])
         return out_SO
+
+    def add_to_rows(self, name: str, x_TI: Tensor, out_TO: Tensor, versions_T: np.ndarray) -> None:
+        """Add the products of a layer for rows of these versions, in place."""
+        tiles = self.sort(versions_T) if self.has(name) else None
+        if tiles is not None:
+            self.add_tiles(name, x_TI, out_TO, tiles)
 
     def add_tiles(self, name: str, x_TI: Tensor, out_TO: Tensor, tiles: Tiles) -> None:
         """Add the products of a layer for these rows, in place."""
