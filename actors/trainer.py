@@ -34,13 +34,13 @@ from rl.training.device_memory import use_growing_segments
 from rl.training.engine import TrainingEngine
 from rl.training.merge import measure_merge
 from rl.training.sleep import TrainerSleep
-from rl.types import RUN
+from rl.types import BASE, RUN
 from rl.utils.load import ComputeThreads
 from rl.utils.processes import use_threads
 from rl.utils.threads import WorkerThread
 from rl.weights.checksum import digest_sums, load_kernel
 from rl.weights.store import Shard, WeightStore
-from rl.weights.types import BASE, AdapterInfo
+from rl.weights.types import AdapterInfo
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
 """Trainer, generator and publisher in this process on one device, without actors or vLLM.
 
 The training engine and the model definition are the same; `rl.models.generate` samples. Published
-weights are copies, so that the sampler never sees a half-finished step.
+weights are copies, so that the sampler never sees a half-finished step. Of LoRA the adapters alone
+are published, and sampled beside their base.
 
     async with LocalBackend(config, spec=..., hf_assets_path=...) as local:
         await local.pull(await local.push())
@@ -17,8 +18,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -27,46 +28,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
 from rl.distributed.sharding import gather_whole
 from rl.engine_client import EngineClient, FileUse, bind_method
-from rl.models.batch_invariant.model import make_batch_invariant
-from rl.models.converter import ModelConverters
-from rl.models.decoder import Decoder, find_persistent_buffers, reset_buffers
-from rl.models.draw_calls import DrawCall, DrawCalls
-from rl.models.generate import (
-    DivergedWeightsError,
-    Interrupted,
-    PromptLogprobs,
-    group_by_prompt,
-    prompt_logprobs,
-)
+from rl.models.decoder import find_persistent_buffers
+from rl.models.draw_calls import DrawCall, DrawCalls, SharedDrawing
+from rl.models.generate import PromptLogprobs, group_by_prompt
+from rl.models.local_sampler import LocalSampler, Pushed
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.observability.spans import span
 from rl.training.engine import TrainingEngine
 from rl.training.merge import measure_merge
-from rl.training.models_by_id import TrainedModels
-from rl.types import RUN, Completion, PullResult, SamplingParams
+from rl.training.models_by_id import KEEPER, TrainedModels
+from rl.types import BASE, RUN, Completion, PullResult, SamplingParams
 from rl.utils.threads import WorkerThread
 
 ResultT = TypeVar("ResultT")
 
 GATHER_S = 0.005
 """Seconds that a call of `generate` waits for others to join it, where calls are gathered."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Pushed:
-    """A version of the weights that can be served."""
-
-    lora: LoRA.Config | None
-    """Settings of an adapter that is not merged."""
-    tensors: dict[str, Tensor]
-    """Copies of the weights; of an adapter, whose base is shared, without the base's."""
-    merge_lost: float | None
-    """As in `PullResult`."""
+SLICE_S = 0.25
+"""Seconds that calls are drawn, where several owners share the sampler, before others that wait."""
 
 
 class LocalBackend(EngineClient):
@@ -91,8 +74,8 @@ class LocalBackend(EngineClient):
         """Take the arguments of `TrainingEngine`.
 
         Args:
-            models: have models by id (`rl.training.models_by_id`), none at the start. Published
-                adapters are not merged, and `gathers` is set.
+            models: have models by id (`rl.training.models_by_id`), none at the start. Each call
+                names the version to sample from, and `gathers` is set.
             gathers: answer calls of `generate` together that come within `GATHER_S`.
 
         Raises:
@@ -105,16 +88,9 @@ class LocalBackend(EngineClient):
         self._closed = threading.Event()
         self._has_models = models
         self._gathers = models or gathers
-        self.num_sequences = 0
-        """Sequences that several owners of models draw at once: the sampler draws one group after
-        another.
-        """
-        self._num_interruptions = 0
-        self._pushed: dict[int, _Pushed] = {}
-        """Versions in the order of the pushes."""
+        self._num_others = 0
+        """Calls that wait for the generator's thread, or run there, besides `generate`."""
         self._numbers = itertools.count(1)
-        self._served_version: int | None = None
-        self._served = PullResult()
         if models:
             assert hf_assets_path is not None, "models by id start from one base"
             self.models = TrainedModels(
@@ -132,28 +108,8 @@ class LocalBackend(EngineClient):
             max_tokens=config.training.max_tokens_per_microbatch,
         )
         self._dtype: torch.dtype = getattr(torch, config.training.param_dtype)
-        self._frozen: dict[str, Tensor] = {}
-        """The base's weights in the dtype of forwards, shared by all adapters."""
-        self._lora: LoRA.Config | None = None
-        self._model = self._make_model(None)
-
-    def _make_model(self, lora: LoRA.Config | None) -> Decoder:
-        """Return a model to sample from, whose parameters have no memory."""
-        spec, converters = self._spec, () if lora is None else (lora,)
-        with torch.device("meta"):
-            model: Decoder = spec.model.build()
-            make_batch_invariant(model, spec=spec, device=self._device)
-            model.float32_head = spec.float32_head
-            degrees = ParallelismConfig().resolve_degrees(1)
-            ModelConverters(converters, spec=spec, degrees=degrees, device=self._device).convert(
-                model
-            )
-        # Parameters come with the first served weights; buffers such as tables of RoPE do not.
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, torch.empty_like(buffer, device=self._device))
-        reset_buffers(model)
-        return model.requires_grad_(False)
+        self._served = PullResult()
+        self.sampler = LocalSampler(self._spec, device=self._device, dtype=self._dtype)
 
     def find_engine(self, model_id: str) -> TrainingEngine:
         return self.engine if model_id == RUN else self.models[model_id]
@@ -198,6 +154,16 @@ class LocalBackend(EngineClient):
 
         return await self.threads[thread].run(run)
 
+    async def _run_beside_draws(
+        self, name: str, function: Callable[..., ResultT], *args: Any
+    ) -> ResultT:
+        """Return the result of a function in the generator's thread, between two slices."""
+        self._num_others += 1
+        try:
+            return await self._run_in("generator", name, function, *args)
+        finally:
+            self._num_others -= 1
+
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise RuntimeError("the local backend is closed")
@@ -205,89 +171,96 @@ class LocalBackend(EngineClient):
     # TokenGenerator
 
     async def generate(
-        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        sampling: SamplingParams,
+        session: str | None = None,
+        version: int | None = None,
     ) -> list[list[Completion]]:
         """See `TokenGenerator.generate`.
+
+        Args:
+            version: version to sample from, an adapter or the weights that are served (`switch`);
+                None: the one that was pulled.
 
         Raises:
             ValueError: a prompt is empty or fills the context, a setting is out of range, or there
                 are stop texts and no tokenizer.
             RuntimeError: no weights were published yet, or the backend is closed.
         """
-        done = await self.generate_in_turns(prompts, sampling=sampling)
-        # An interruption gives another owner a turn; this call goes on after it.
-        while isinstance(done, Interrupted):
-            done = await done.resume()
-        return done
-
-    async def generate_in_turns(
-        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
-    ) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
-        """Generate like `generate`, or until `interrupt` return what is left to do."""
         self._check_open()
-        return await self._go_on(self._calls.create_call(prompts, sampling=sampling))
-
-    async def interrupt(self) -> None:
-        """Let the calls of `generate_in_turns` that are under way return at their next token."""
-        self._num_interruptions += 1
-
-    async def _go_on(
-        self, call: DrawCall
-    ) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
-        """Draw a call's completions from where it is."""
-        interruption, num_tokens = self._num_interruptions, call.num_drawn
+        adapter = None if version is None else self.sampler.find_adapter(version)
+        call = self._calls.create_call(prompts, sampling=sampling, adapter=adapter)
         try:
             if self._gathers:
                 self._calls.waiting.append(call)
                 # Also where no call can join, so that calls keep their order.
                 await asyncio.sleep(GATHER_S)
-            await self._run_in("generator", "generate", self._answer, call, interruption)
+            while not call.is_done:
+                if call.group is None:
+                    await self._run_in("generator", "generate", self._draw_first, call)
+                else:
+                    await self._draw_on(call.group)
         except BaseException:
             call.cancelled.set()
             raise
         finally:
             if self._gathers:
                 self._calls.waiting.remove(call)
-        if call.completions is None:
-            return Interrupted(
-                resume=partial(self._go_on, call), has_advanced=call.num_drawn > num_tokens
-            )
-        return group_by_prompt(call.completions, sampling=call.sampling)
-
-    def _answer(self, call: DrawCall, interruption: int) -> None:
-        """Draw a call's completions until an interruption.
-
-        Waiting calls that fit are drawn together with it.
-        """
-        if self._served_version is None:
-            raise RuntimeError("no weights to sample from: await pull(await push()) first")
-        # It may have been interrupted while it was queued behind others.
-        is_interrupted = self._num_interruptions != interruption
-        if call.completions is None and call.error is None and not is_interrupted:
-            group = call.group or self._calls.group(call)
-
-            def pauses() -> bool:
-                is_stopped = self._closed.is_set() or not group.is_wanted
-                return is_stopped or self._num_interruptions != interruption
-
-            try:
-                if group.drawing.draw(self._model, pauses):
-                    group.finish(group.drawing.collect_completions(self._served_version))
-            except DivergedWeightsError as error:
-                # Each of them gets the error when its own turn comes.
-                for member in group.calls:
-                    member.error = error
-            self._check_open()  # `close` may have cut the completions short.
         if call.error is not None:
             raise call.error
+        assert call.completions is not None
+        return group_by_prompt(call.completions, sampling=call.sampling)
 
-    async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int = 0) -> PromptLogprobs:
-        """Return the logprobs of a prompt's tokens, and the most likely tokens in their places."""
+    async def _draw_on(self, group: SharedDrawing) -> None:
+        """Wait for the next slice of a group that has paused; all its calls wait for the same."""
+        # One job for all of them: with one each, a group of many calls would come up more often.
+        if group.slice is None or group.slice.done():
+            drawing = self._run_in("generator", "generate", self._draw, group)
+            group.slice = asyncio.create_task(drawing, name="slice of a group of calls")
+            # All calls may be cancelled, and then nobody asks for an error.
+            group.slice.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(group.slice)
 
-        def compute() -> PromptLogprobs:
-            return prompt_logprobs(self._model, prompt, top_k=top_k)
+    def _draw_first(self, call: DrawCall) -> None:
+        """Draw a call's completions, together with waiting calls that fit."""
+        if self.sampler.weights is None:
+            raise RuntimeError("no weights to sample from: await pull(await push()) first")
+        # Another call of the group may have come before this one.
+        if call.group is None and not call.is_done:
+            self._draw(self._calls.group(call, newest=self.sampler.newest))
 
-        return await self._run_in("generator", "prompt_logprobs", compute)
+    def _draw(self, group: SharedDrawing) -> None:
+        """Draw a group's completions; where several owners share the sampler, for a slice."""
+        began_s, tokens = time.monotonic(), itertools.count()
+
+        def pauses() -> bool:
+            if self._closed.is_set():
+                return True
+            # Each slice has a token at least, however long it takes.
+            return next(tokens) > 0 and self._must_pause(group, began_s=began_s)
+
+        self.sampler.draw(group, pauses)
+        self._check_open()  # `close` may have cut the completions short.
+
+    def _must_pause(self, group: SharedDrawing, *, began_s: float) -> bool:
+        # The one model of a run may get other weights in a pause; `switch` is not called then.
+        if not self._has_models or time.monotonic() - began_s < SLICE_S:
+            return False
+        # A copy, because this thread reads what the event loop changes.
+        waiting = tuple(self._calls.waiting)
+        return self._num_others > 0 or any(call.group is not group for call in waiting)
+
+    async def prompt_logprobs(
+        self, prompt: np.ndarray, *, top_k: int = 0, version: int | None = None
+    ) -> PromptLogprobs:
+        """Return the logprobs of a prompt's tokens, and the most likely tokens in their places.
+
+        `version` is that of `generate`.
+        """
+        compute = partial(self.sampler.prompt_logprobs, prompt, top_k=top_k, version=version)
+        return await self._run_beside_draws("prompt_logprobs", compute)
 
     # Trainer: the methods of `EngineClient`
 
@@ -302,6 +275,8 @@ class LocalBackend(EngineClient):
         """Call a method of the engine in the trainer's thread."""
 
         def call() -> ResultT:
+            if files == "load":
+                self.sampler.base = {}  # A checkpoint may have other weights beside its adapters.
             # The model is looked up in the thread, after the calls that may delete it.
             return bind_method(self.find_engine(model_id), method, *args, **options)()
 
@@ -326,74 +301,77 @@ class LocalBackend(EngineClient):
     # Publisher
 
     async def push(self, *, model_id: str = RUN) -> int:
-        """Copy the present weights, and return their version.
+        """Copy the present weights, of LoRA the adapter alone, and return their version.
 
-        The version of a run's weights, whose adapters are merged, is its policy version.
+        The version of a run's weights is its policy version.
         """
         return await self._run_in("trainer", "push", self._push, model_id)
 
     def _push(self, model_id: str) -> int:
         engine = self.find_engine(model_id)
-        buffers = find_persistent_buffers(engine.policy.model)
-        lora: LoRA.Config | None = None
-        merge_lost: float | None = None
-        if model_id == RUN:
-            version, weights = engine.policy_version, engine.model_state_dict()
+        version = engine.policy_version if model_id == RUN else next(self._numbers)
+        served = engine.policy.served_lora
+        lora, merge_lost = None, None
+        if served is None:
+            weights = engine.model_state_dict()
             merge_lost = measure_merge(engine.policy, state_dict=weights, dtype=self._dtype)
         else:
-            version, weights = next(self._numbers), dict(engine.policy.trained_parameters) | buffers
-            lora = self.models.lora(model_id)
+            lora, weights = served.config, engine.policy.adapter_state_dict()
+            # Now, while the model that has it exists.
+            self._copy_base(model_id)
         # Copies: the next step changes the weights while the sampler reads these.
-        copies: dict[str, Tensor] = {}
-        with torch.no_grad():
-            for name, tensor in weights.items():
-                dtype = tensor.dtype if name in buffers else self._dtype
-                copies[name] = gather_whole(tensor).detach().to(self._device, dtype, copy=True)
-        self._pushed.pop(version, None)  # A version that was loaded again moves to the end.
-        self._pushed[version] = _Pushed(lora=lora, tensors=copies, merge_lost=merge_lost)
+        copies = self._cast(weights, engine, copy=True)
+        pushed = self.sampler.pushed
+        pushed.pop(version, None)  # A version that was loaded again moves to the end.
+        pushed[version] = Pushed(tensors=copies, lora=lora, merge_lost=merge_lost)
         return version
 
+    def _copy_base(self, model_id: str) -> None:
+        """Cast the weights beside a model's adapters, once."""
+        if not self.sampler.base:
+            engine = self.find_engine(model_id)
+            # Models by id share weights that never change; those of a run may be loaded again.
+            weights = engine.model_state_dict(merge=False)
+            self.sampler.base = self._cast(weights, engine, copy=model_id == RUN)
+
+    @torch.no_grad()
+    def _cast(
+        self, weights: Mapping[str, Tensor], engine: TrainingEngine, *, copy: bool
+    ) -> dict[str, Tensor]:
+        """Return weights in the dtype of forwards."""
+        buffers = find_persistent_buffers(engine.policy.model)
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in weights.items():
+            dtype = tensor.dtype if name in buffers else self._dtype
+            tensors[name] = gather_whole(tensor).detach().to(self._device, dtype, copy=copy)
+        return tensors
+
     async def forget(self, version: int) -> None:
-        del self._pushed[version]
+        """Drop a version that no call names any more."""
+        if self.sampler.pushed.pop(version).lora is not None:
+            await self._run_beside_draws("forget", self.sampler.drop_adapter, version)
+
+    def get_weights(self, version: int) -> int:
+        """Return the weights that a version needs: itself, or of adapters `BASE`."""
+        return self.sampler.get_weights(version)
+
+    async def switch(self, weights: int) -> None:
+        """Sample from whole weights that were pushed or from `BASE`; nothing is drawn meanwhile."""
+        if weights == BASE and not self.sampler.base:
+            await self._run_in("trainer", "push", self._copy_base, KEEPER)
+        await self._run_beside_draws("pull", self.sampler.serve, weights)
 
     async def pull(self, policy_version: int) -> PullResult:
-        """Sample from a pushed version in later calls of `generate`; a run drops earlier versions.
+        """Sample from a pushed version in later calls of `generate`, and drop earlier ones.
 
         Raises:
             ValueError: the version was not pushed, or a later one is served.
         """
-        await self._run_in("generator", "pull", self._pull, policy_version)
+        pushed = self.sampler.pushed.get(policy_version)
+        await self._run_in("generator", "pull", self.sampler.pull, policy_version)
+        if pushed is not None:
+            self._served = PullResult(merge_lost=pushed.merge_lost)
         return self._served
-
-    def _pull(self, policy_version: int) -> None:
-        versions = list(self._pushed)
-        if policy_version not in versions:
-            if policy_version == self._served_version:
-                return
-            raise ValueError(
-                f"policy_version={policy_version} was not pushed, or a later push is served: "
-                f"served is {self._served_version}, pushed since {versions}"
-            )
-        pushed = self._pushed[policy_version]
-        lora, tensors = pushed.lora, pushed.tensors
-        # Without adapters, or with others, the sampled model has other modules.
-        if lora != self._lora:
-            self._model, self._lora = self._make_model(lora), lora
-        if lora is not None:
-            # Cast once: all adapters share the base's frozen weights.
-            for name, tensor in list(self.models.frozen.items()):
-                if name not in self._frozen:
-                    self._frozen[name] = tensor.to(self._dtype)
-            tensors = self._frozen | tensors
-        # The model gets these very tensors, without a copy.
-        unknown = self._model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
-        assert not unknown, f"the sampled model has no tensors {unknown}"
-        self._served_version = policy_version
-        self._served = PullResult(merge_lost=pushed.merge_lost)
-        # A run samples from its newest weights; sessions keep their snapshots until `forget`.
-        if not self._has_models:
-            for version in versions[: versions.index(policy_version) + 1]:
-                del self._pushed[version]
 
 
 def _check_alone(world: World) -> None:

@@ -34,6 +34,9 @@ environment broke.
 
 RUN = ""
 """Model id of a run, which has one model."""
+BASE = -1
+"""Version of the weights that adapters stand beside. It is pushed when a generator lacks it, and
+deleted when all have it."""
 NO_METRICS: Mapping[str, float] = ReadOnlyDict()
 NO_STATE: Mapping[str, Any] = ReadOnlyDict()
 _ARRAYS = ("token_ids", "logprobs", "policy_versions")
@@ -66,6 +69,8 @@ class SamplingParams:
     seed: int | None = None
     """Seed of the whole call, from which each request derives its own. None: in a run one that no
     other call has, derived from the run's seed; else the engine's random state."""
+    first_sample: int = 0
+    """Number of each prompt's first completion, in a call that is a part of a larger one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -84,7 +84,12 @@ class GeneratorClient:
         sampling: SamplingParams,
         session: str | None = None,
         begun: Sequence[Sequence[Completion]] | None = None,
+        adapter: int | None = None,
     ) -> list[list[Completion]]:
+        """See `ResumableGenerator.generate`.
+
+        `adapter` is the version of one that the generator was given; None: its newest weights.
+        """
         # The actor does not see that a caller has gone: the id lets this client end the call.
         call_id = uuid.uuid4().hex
         try:
@@ -94,6 +99,7 @@ class GeneratorClient:
                 sampling=sampling,
                 call_id=call_id,
                 begun=begun,
+                adapter=adapter,
                 timeout="generate_s",
             )
         except (asyncio.CancelledError, ActorTimeoutError):

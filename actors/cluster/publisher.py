@@ -32,12 +32,12 @@ from actors.launch.calls import (
     get_first_line,
 )
 from actors.trainer import PolicyTrainer
-from rl.types import RUN, PullResult
+from rl.types import BASE, RUN, PullResult
 from rl.utils.clock import now_s
 from rl.utils.errors import RunError
 from rl.weights.checksum import check_sums
 from rl.weights.store import Snapshot, WeightStore
-from rl.weights.types import BASE, WeightParityError, WeightStoreError
+from rl.weights.types import WeightParityError, WeightStoreError
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,8 @@ class GeneratorPool:
         """True if this trainer has pushed what its adapters stand beside."""
         self._base_model = RUN
         """A model with this base."""
+        self._base_id: int | None = None
+        """Checksum of the base that was pushed last."""
         self._bringing = asyncio.Lock()
         """Held while generators get the base."""
         self._expected: dict[int, asyncio.Future[list[Any]]] = {}
@@ -178,8 +180,11 @@ class GeneratorPool:
             self._expected[pushed] = expected
         return pushed
 
-    async def pull(self, policy_version: int) -> PullResult:
+    async def pull(self, policy_version: int, *, prunes: bool = True) -> PullResult:
         """Let all generators that are up, and those that join later, pull this version.
+
+        Args:
+            prunes: delete old versions then; False for a caller that deletes its versions itself.
 
         Raises:
             ActorLostError: the trainer is lost.
@@ -192,10 +197,38 @@ class GeneratorPool:
             self._served, _ = await self._pull_from_living(policy_version, up)
         # If all were lost in the pull: a generator that joins has pulled this version.
         await self.wait_until_one_is_up()
-        # The Tinker backend never has more than `keep_versions` versions, so it loses no snapshot
-        # here.
-        await self.trainer.wait_while_alive(self.store.prune(), "pruning of old versions")
+        if prunes:
+            await self.trainer.wait_while_alive(self.store.prune(), "pruning of old versions")
         return self._served
+
+    async def load_adapter(self, version: int, *, generators: Sequence[ActorGroup]) -> None:
+        """Let generators that hold its base load an adapter, for requests that name it.
+
+        Raises:
+            AdapterRoomError: it does not fit beside those that requests use.
+            ActorLostError: the trainer or a generator is lost.
+        """
+        snapshot = self.store.snapshot(version)
+        assert snapshot.adapter is not None, "whole weights are pulled"
+        _, lost = await self.trainer.wait_while_alive(
+            self._pull(snapshot, generators, is_newest=False), f"load of adapter {version}"
+        )
+        if lost:
+            raise lost[0]
+
+    async def serve_base(self, model_id: str) -> None:
+        """Let all generators hold the base of a model whose adapters are served beside it.
+
+        The model has to stay, as the base is pushed again after other weights were pulled.
+        """
+        async with self._pulling:
+            up = [self.members[number] for number in self.list_up()]
+            if self._base_id is None:
+                await self.trainer.wait_while_alive(self._push_base(model_id), "push of the base")
+            assert self._base_id is not None
+            await self.trainer.wait_while_alive(
+                self.bring_base(up, base_id=self._base_id), "pull of the base"
+            )
 
     async def _start_with_weights(
         self, number: int, start: Callable[[int], Awaitable[ActorGroup]]
@@ -224,7 +257,7 @@ class GeneratorPool:
         """Prevent pulls while the store is replaced; forget all versions of the lost trainer."""
         async with self._pulling:
             self._version = None
-            self._has_pushed_base = False
+            self._has_pushed_base, self._base_id = False, None
             # A version number may return with other weights: its logprobs must not.
             while self._expected:
                 await _give_up(self._expected.popitem()[1])
@@ -335,7 +368,7 @@ class GeneratorPool:
 
         async def announce() -> None:
             try:
-                self.store.announce(await call)
+                self._base_id = self.store.announce(await call).base_id
             except BaseException:
                 self._has_pushed_base = False
                 raise

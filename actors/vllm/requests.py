@@ -283,7 +283,9 @@ def make_completion_samples(
     Finished completions of `begun` have their answers already.
     """
     samples: list[Sample] = []
-    seeds = request_seeds(prompts, seed=seed, num_samples=sampling.num_samples)
+    seeds = request_seeds(
+        prompts, seed=seed, num_samples=sampling.num_samples, first_sample=sampling.first_sample
+    )
     for i, prompt in enumerate(prompts):
         for j, request_seed in enumerate(seeds[i]):
             old = _NOTHING if begun is None else begun[i][j]

@@ -35,6 +35,7 @@ from rl.models.layers.attention import PackedAttention, SequenceLayout
 from rl.models.layers.norm import OffsetRMSNorm, RMSNorm
 from rl.models.layers.rope import RoPE, rotate
 from rl.models.low_rank.layer import AdaptedWeight, LowRank
+from rl.models.low_rank.types import Bank
 
 
 class Attention(Configurable, nn.Module):
@@ -220,6 +221,8 @@ class Decoder(Configurable, nn.Module):
     """Number whose multiples are valid token counts of a forward."""
     float32_head = False
     """Compute the logits in float32 from hidden states and a weight of any dtype."""
+    bank: Bank | None = None
+    """Adapters of a sampler, of which each row of a forward has its own."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):

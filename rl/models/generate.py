@@ -1,8 +1,8 @@
 """A batched sampler with a key-value cache, in plain PyTorch on the trainer's model.
 
 It serves the in-process backends and is the reference for the engine's logprobs. While it runs,
-only the model's core attention is replaced. Forwards of a batch-invariant model are padded to whole
-tiles of rows.
+only the model's core attention is replaced. Completions of one batch may have different adapters of
+the model's bank. Forwards of a batch-invariant model are padded to whole tiles of rows.
 
 Shape legend: T packed tokens of a forward, P prompts, N requests, B of them still running, C tokens
 of one chunk, E model width, H query heads, K key-value heads, D head size, V vocabulary, M tokens
@@ -12,10 +12,9 @@ of one prompt, k most likely tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from rl.models.batch_invariant.model import pad_rows
 from rl.models.decoder import Attention, Decoder
 from rl.models.layers.attention import SequenceLayout
+from rl.models.low_rank.types import HEAD, NONE
 from rl.models.sampling import (
     End,
     check_sampling,
@@ -36,7 +36,6 @@ from rl.models.sampling import (
 from rl.types import Completion, FinishReason, SamplingParams
 from rl.utils.errors import RunError
 
-T = TypeVar("T")
 CHUNK_TOKENS = 512
 """Tokens of a prompt whose logits exist at once."""
 DIVERGED = "the model's logprobs are NaN: weights or activations are not finite"
@@ -44,15 +43,6 @@ DIVERGED = "the model's logprobs are NaN: weights or activations are not finite"
 
 class DivergedWeightsError(RunError, ArithmeticError):
     """The weights give logprobs that are NaN, from which nothing can be drawn."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Interrupted(Generic[T]):
-    """The part of a call's work that is left after an interruption."""
-
-    resume: Callable[[], Awaitable[T | Interrupted[T]]]
-    has_advanced: bool
-    """False if nothing was drawn before the interruption."""
 
 
 def generate(
@@ -107,6 +97,10 @@ class CompletionRequest:
     seed: int
     ends: End
     """Called after each token; true ends the completion as "stop"."""
+    adapter: int = NONE
+    """Version in the model's bank."""
+    is_cancelled: Callable[[], bool] = lambda: False
+    """Called before each token; true ends the completion as "abort"."""
 
 
 def build_requests(
@@ -125,7 +119,12 @@ def build_requests(
             raise ValueError(f"prompt {i} has {len(prompt)} tokens: must be 1 to {context - 1}")
     # Without a seed a common number is drawn, from which all requests derive theirs.
     common = int(torch.randint(2**62, ()).item()) if sampling.seed is None else sampling.seed
-    seeds = request_seeds(prompts, seed=common, num_samples=sampling.num_samples)
+    seeds = request_seeds(
+        prompts,
+        seed=common,
+        num_samples=sampling.num_samples,
+        first_sample=sampling.first_sample,
+    )
     requests: list[CompletionRequest] = []
     for prompt, seeds_of_prompt in zip(prompts, seeds, strict=True):
         max_tokens = min(sampling.max_tokens, context - len(prompt))
@@ -173,15 +172,13 @@ class Drawing:
         sampling: SamplingParams,
         max_sequences: int = 256,
     ) -> None:
+        self.adapters = {request.adapter for request in requests}
+        """Versions in the model's bank, NONE among them."""
         self._sampling = sampling
+        self._num_requests, self._max_sequences = len(requests), max_sequences
         self._batches: list[_Batch] = []
         for first in range(0, len(requests), max_sequences):
             self._batches.append(_Batch(requests[first : first + max_sequences]))
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens drawn so far."""
-        return sum(batch.num_tokens for batch in self._batches)
 
     def draw(self, model: Decoder, pauses: Callable[[], bool]) -> bool:
         """Draw until all completions have ended or `pauses`, called before each token, is true.
@@ -192,12 +189,21 @@ class Drawing:
         return all(batch.draw(model, self._sampling, pauses) for batch in self._batches)
 
     def collect_completions(self, policy_version: int) -> list[Completion]:
-        """Return the completions in the order of their requests."""
-        completions: list[Completion] = []
-        for batch in self._batches:
-            for n in range(len(batch.requests)):
-                completions.append(batch.build_completion(n, policy_version))
-        return completions
+        """Return the completions in the order of their requests; see `build_completion`."""
+        return [self.build_completion(n, policy_version) for n in range(self._num_requests)]
+
+    def has_ended(self, n: int) -> bool:
+        """Return whether the completion of a request has ended by itself."""
+        batch, row = divmod(n, self._max_sequences)
+        return self._batches[batch].reasons[row] != "abort"
+
+    def build_completion(self, n: int, policy_version: int) -> Completion:
+        """Return the completion of a request as it is now.
+
+        `policy_version` is that of the weights, for completions without an adapter.
+        """
+        batch, row = divmod(n, self._max_sequences)
+        return self._batches[batch].build_completion(row, policy_version)
 
 
 class _Batch:
@@ -205,6 +211,8 @@ class _Batch:
 
     def __init__(self, requests: Sequence[CompletionRequest]) -> None:
         self.requests = requests
+        self.uniforms_NC: Tensor | None = None
+        """Random numbers of all tokens, once the first is drawn."""
         self.rows = list(range(len(requests)))
         """Completions that run."""
         self.caches: list[CachedAttention] = []
@@ -222,13 +230,10 @@ class _Batch:
         self.reasons: list[FinishReason] = ["abort"] * len(requests)
         """"abort" while a completion runs."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all completions so far."""
-        return sum(len(tokens) for tokens in self.tokens)
-
     def build_completion(self, n: int, policy_version: int) -> Completion:
         """Return a completion as it is now."""
+        if self.requests[n].adapter != NONE:
+            policy_version = self.requests[n].adapter
         return Completion(
             token_ids=np.array(self.tokens[n], dtype=np.int32),
             logprobs=np.array(self.logprobs[n], dtype=np.float32),
@@ -250,21 +255,22 @@ class _Batch:
         """Draw as `Drawing.draw`."""
         if not self.rows:
             return True
-        device = model.embed_tokens.weight.device
-        longest = max(request.max_tokens for request in self.requests)
-        # Drawn again after each pause rather than kept: the numbers depend on the seeds alone.
-        uniforms_NC = torch.stack([draw_uniforms(r.seed, longest) for r in self.requests]).to(
-            device
-        )
+        if self.uniforms_NC is None:
+            longest = max(request.max_tokens for request in self.requests)
+            uniforms = [draw_uniforms(request.seed, longest) for request in self.requests]
+            self.uniforms_NC = torch.stack(uniforms).to(model.embed_tokens.weight.device)
 
         with attach_caches(model, self.caches):
-            while self.rows and not pauses():
+            while not pauses():
+                self._drop_cancelled()
+                if not self.rows:
+                    break
                 logits_BV = self._decode_next(model) if self.slots else self._prefill(model)
                 logprobs_BV = process_logits(logits_BV, sampling)
                 if sampling.temperature == 0:
                     tokens_B = logprobs_BV.argmax(-1)
                 else:
-                    tokens_B = draw(logprobs_BV, uniforms_NC[self.rows, self.num_drawn])
+                    tokens_B = draw(logprobs_BV, self.uniforms_NC[self.rows, self.num_drawn])
                 self._add_tokens(tokens_B, logprobs_BV)
                 self.num_drawn += 1
 
@@ -281,12 +287,23 @@ class _Batch:
         for row, token, logprob in zip(self.rows, tokens_B.tolist(), logprobs_B, strict=True):
             self.append(row, token, logprob)
 
+        self.last_tokens = tokens_B
+        self._keep([i for i, row in enumerate(self.rows) if self.reasons[row] == "abort"])
+
+    def _drop_cancelled(self) -> None:
+        # Before a forward: the adapter of a cancelled completion may be dropped at any time.
+        self._keep([i for i, n in enumerate(self.rows) if not self.requests[n].is_cancelled()])
+
+    def _keep(self, running: Sequence[int]) -> None:
+        """Keep these of the completions that run, given by their places among them."""
+        if len(running) == len(self.rows):
+            return
         # The caches keep the slots of completions that have ended: to move the others would cost a
         # copy of all keys and values.
-        running = [i for i, row in enumerate(self.rows) if self.reasons[row] == "abort"]
         self.rows = [self.rows[i] for i in running]
-        self.slots = [self.slots[i] for i in running]
-        self.last_tokens = tokens_B[running]
+        if self.slots:
+            self.slots = [self.slots[i] for i in running]
+            self.last_tokens = self.last_tokens[list(running)]
 
     def _decode_next(self, model: Decoder) -> Tensor:
         """Put the last tokens into the cache; return the logits after them, [B, V]."""
@@ -299,19 +316,22 @@ class _Batch:
 
         positions_B = torch.tensor(positions, device=tokens_B.device)
         layout = SequenceLayout.of_single_queries(self.slots, device=tokens_B.device)
-        return _compute_logits(model, tokens_B, positions_B, layout)
+        adapters_B = np.array([self.requests[n].adapter for n in self.rows])
+        return _compute_logits(model, tokens_B, positions_B, layout, adapters_B)
 
     def _prefill(self, model: Decoder) -> Tensor:
-        """Fill the cache with each prompt once; return each request's logits, [N, V]."""
+        """Fill the cache with each prompt once; return each running request's logits, [B, V]."""
         device = model.embed_tokens.weight.device
         prompts: list[np.ndarray] = []
+        adapters: list[int] = []
         num_samples: list[int] = []
-        for request in self.requests:
+        for request in (self.requests[n] for n in self.rows):
             # Samples of one prompt follow each other and hold the same array.
-            if prompts and request.prompt is prompts[-1]:
+            if prompts and request.prompt is prompts[-1] and request.adapter == adapters[-1]:
                 num_samples[-1] += 1
             else:
                 prompts.append(request.prompt)
+                adapters.append(request.adapter)
                 num_samples.append(1)
 
         lengths = [len(prompt) for prompt in prompts]
@@ -319,8 +339,10 @@ class _Batch:
         positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
         layout = SequenceLayout.from_lengths(lengths, device=device)
         ends_P = np.cumsum(lengths)
-        last_rows_P = torch.from_numpy(ends_P - 1).to(device)
-        logits_PV = _compute_logits(model, tokens_T, positions_T, layout, rows=last_rows_P)
+        adapters_T = np.repeat(adapters, lengths)
+        logits_PV = _compute_logits(
+            model, tokens_T, positions_T, layout, adapters_T, rows=ends_P - 1
+        )
 
         # All samples of a prompt read its keys and values from the same slots.
         for end, length, count in zip(ends_P, lengths, num_samples, strict=True):
@@ -334,19 +356,36 @@ def _compute_logits(
     tokens: Tensor,
     positions: Tensor,
     layout: SequenceLayout,
+    adapters_T: np.ndarray,
     *,
-    rows: Tensor | None = None,
+    rows: np.ndarray | None = None,
 ) -> Tensor:
-    """Return the logits at these rows, by default at all."""
-    rows = torch.arange(len(tokens), device=tokens.device) if rows is None else rows
+    """Return the logits at these rows, by default at all; each row has its version in the bank."""
+    rows = np.arange(len(tokens)) if rows is None else rows
+    selected = torch.from_numpy(rows).to(tokens.device)
     multiple = model.row_multiple
 
     def head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
         # Padded again after the selection, so that the product has whole tiles of rows too.
-        return F.linear(pad_rows(hidden_TE[rows], multiple), weight_VE)[: len(rows)]
+        hidden = pad_rows(hidden_TE[selected], multiple)
+        logits = F.linear(hidden, weight_VE)
+        if model.bank is not None:
+            padded = np.pad(adapters_T[rows], (0, len(hidden) - len(rows)), constant_values=NONE)
+            model.bank.add_to_rows(HEAD, hidden, logits, padded)
+        return logits[: len(rows)]
 
     inputs, positions = pad_rows(tokens, multiple), pad_rows(positions, multiple)
+    _begin_forward(model, adapters_T, num_rows=len(inputs))
     return model(inputs, positions=positions, sequences=layout, head=head)
+
+
+def _begin_forward(model: Decoder, adapters_T: np.ndarray, *, num_rows: int) -> None:
+    """Give the rows of the next forward their adapters, and those of the padding none."""
+    if model.bank is not None:
+        padding = num_rows - len(adapters_T)
+        model.bank.begin(np.pad(adapters_T, (0, padding), constant_values=NONE))
+    else:
+        assert (adapters_T == NONE).all(), "the model has no bank of adapters"
 
 
 class CachedAttention(nn.Module):
@@ -385,7 +424,7 @@ def attach_caches(model: Decoder, caches: list[CachedAttention]) -> Iterator[Non
         caches += [CachedAttention(core) for core in cores]
     try:
         for attention, core, cache in zip(attentions, cores, caches, strict=True):
-            cache.core = core  # The model may have been built again during a pause.
+            cache.core = core
             attention.core = cache
         yield
     finally:
@@ -410,7 +449,9 @@ class PromptLogprobs:
 
 
 @torch.no_grad()
-def prompt_logprobs(model: Decoder, prompt: np.ndarray, *, top_k: int = 0) -> PromptLogprobs:
+def prompt_logprobs(
+    model: Decoder, prompt: np.ndarray, *, top_k: int = 0, adapter: int = NONE
+) -> PromptLogprobs:
     """Return the predictions of a prompt, with its `top_k` most likely tokens.
 
     With a batch-invariant model the logprobs equal those of the trainer and of `generate` bit for
@@ -418,6 +459,7 @@ def prompt_logprobs(model: Decoder, prompt: np.ndarray, *, top_k: int = 0) -> Pr
 
     Args:
         prompt: [M] int token ids.
+        adapter: version in the model's bank.
     """
     num_tokens, device = len(prompt), model.embed_tokens.weight.device
     multiple = model.row_multiple
@@ -435,13 +477,18 @@ def prompt_logprobs(model: Decoder, prompt: np.ndarray, *, top_k: int = 0) -> Pr
         # In chunks, because the logits of a whole long prompt would not fit beside the model.
         chunks = zip(hidden_TE.split(CHUNK_TOKENS), targets_T.split(CHUNK_TOKENS), strict=True)
         for hidden_CE, targets_C in chunks:
-            logprobs_CV = F.linear(hidden_CE, weight_VE).float().log_softmax(-1)
+            logits_CV = F.linear(hidden_CE, weight_VE)
+            if model.bank is not None:
+                adapters_C = np.full(len(hidden_CE), adapter)
+                model.bank.add_to_rows(HEAD, hidden_CE, logits_CV, adapters_C)
+            logprobs_CV = logits_CV.float().log_softmax(-1)
             logprobs.append(logprobs_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1))
             top = logprobs_CV.topk(top_k, dim=-1)
             top_logprobs.append(top.values)
             top_ids.append(top.indices)
         return torch.cat(logprobs), torch.cat(top_logprobs), torch.cat(top_ids)
 
+    _begin_forward(model, np.full(num_tokens, adapter), num_rows=len(inputs_T))
     predictions = model(inputs_T, positions=positions_T, sequences=layout, head=head)
     # Entry m of the predictions is about token m + 1.
     logprobs_M, top_Mk, ids_Mk = (x[:num_tokens].roll(1, 0).cpu().numpy() for x in predictions)

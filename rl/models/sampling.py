@@ -45,10 +45,12 @@ def check_sampling(sampling: SamplingParams) -> None:
             raise ValueError(f"sampling.{name}={getattr(sampling, name)}: must be {rule}")
 
 
-def request_seeds(prompts: Sequence[np.ndarray], *, seed: int, num_samples: int) -> list[list[int]]:
+def request_seeds(
+    prompts: Sequence[np.ndarray], *, seed: int, num_samples: int, first_sample: int = 0
+) -> list[list[int]]:
     """Derive a seed below 2**63 for each completion from seed, prompt and number of the sample.
 
-    The samples of a prompt that occurs twice are numbered consecutively.
+    The samples of a prompt are numbered from `first_sample`, consecutively if it occurs twice.
     """
     seen: Counter[bytes] = Counter()
     seeds = []
@@ -56,7 +58,7 @@ def request_seeds(prompts: Sequence[np.ndarray], *, seed: int, num_samples: int)
         key = np.asarray(prompt, dtype=np.int32).tobytes()
         # Not `hash`, which differs between processes: a run must draw the same after a restart.
         digest = hashlib.blake2b(key, digest_size=8, key=str(seed).encode()).digest()
-        first = int.from_bytes(digest, "little") % 2**62 + seen[key]
+        first = int.from_bytes(digest, "little") % 2**62 + first_sample + seen[key]
         seeds.append([first + i for i in range(num_samples)])
         seen[key] += num_samples
     return seeds

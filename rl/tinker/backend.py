@@ -1,4 +1,4 @@
-"""The Tinker backend: locks, turns and errors between the service and the workers that compute.
+"""The Tinker backend: queues and errors between the service and the workers that compute.
 
 The service checks names, owners, order and values; it never overlaps two calls about one model. The
 workers are threads of this process (rl/tinker/local.py) or actors (actors/tinker.py).
@@ -7,24 +7,24 @@ workers are threads of this process (rl/tinker/local.py) or actors (actors/tinke
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from tinker import types as wire
 
 from rl.config.configurable import Configurable
 from rl.engine_client import EngineClient
-from rl.models.generate import DivergedWeightsError, Interrupted, PromptLogprobs
+from rl.models.generate import DivergedWeightsError, PromptLogprobs
 from rl.models.lora import LoRA
 from rl.rollouts.samples import make_demonstration_sample
-from rl.tinker.base_model import BaseModelFolder, make_lora_config
-from rl.tinker.turns import FairLock, Turns
+from rl.tinker.base_model import ATTENTION, BaseModelFolder
+from rl.tinker.queues import FairLock, FairSlots, VersionGate
 from rl.tinker.types import (
     BaseModelInfo,
     InvalidRequestError,
@@ -33,12 +33,18 @@ from rl.tinker.types import (
     UnsavedError,
 )
 from rl.training.failures import NonFiniteLossError
-from rl.training.models_by_id import ModelError, UnsavedModelError
-from rl.types import Completion, SamplingParams
+from rl.training.models_by_id import KEEPER, ModelError, UnsavedModelError
+from rl.types import BASE, Completion, SamplingParams
 from rl.utils.errors import RunError
+from rl.utils.threads import gather_or_cancel
 
 PROBED_TOKENS = 16
 """Tokens that a model is probed with before its weights are published."""
+NUM_PARTS = 64
+"""Parts of the sampler's capacity; a request is divided into parts of that size, so that one that
+is larger than an owner's share takes no more than the share."""
+NUM_READERS = 8
+"""Prompts whose logprobs are computed at once; the sampler does not pause in a prompt."""
 
 
 class BackendLostError(RunError):
@@ -54,7 +60,10 @@ class TinkerWorkers(EngineClient):
     """
 
     num_sequences: int
-    """Sequences that several owners draw at once; 0: the owners draw one after another."""
+    """Sequences that the sampler draws at once for all owners."""
+    tokens_per_sequence: float = float("inf")
+    """Tokens of a sequence that it has room for if it draws `num_sequences`; a longer one counts as
+    several."""
 
     # Models in training (`rl.training.models_by_id.TrainedModels`)
 
@@ -75,32 +84,38 @@ class TinkerWorkers(EngineClient):
 
     @abstractmethod
     async def push(self, *, model_id: str) -> int:
-        """Return the version of the published weights; raise LimitReachedError if there is no
-        room.
+        """Return the version of the published weights, of LoRA those of the adapter.
+
+        Raises LimitReachedError if there is no room.
         """
 
     @abstractmethod
-    async def pull(self, version: int) -> object:
-        """Let all generators pull a version; no request runs meanwhile."""
+    def get_weights(self, version: int) -> int:
+        """Return the weights that generators need for a version: itself, or of adapters `BASE`."""
+
+    @abstractmethod
+    async def switch(self, weights: int) -> None:
+        """Let all generators have these weights; no request runs meanwhile.
+
+        `BASE` are those beside the adapters of the model `KEEPER`.
+        """
 
     @abstractmethod
     async def forget(self, version: int) -> None:
         """Drop a version that nothing samples from any more."""
 
-    # Generators
+    # Generators; `version` is an adapter, or the weights that `switch` has given them
 
     @abstractmethod
-    async def generate_in_turns(
-        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
-    ) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
-        """Return the completions, or after `interrupt` what is left to do."""
+    async def generate(
+        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, version: int | None
+    ) -> list[list[Completion]]:
+        """Return the completions of each prompt."""
 
     @abstractmethod
-    async def interrupt(self) -> None:
-        """End the calls of `generate_in_turns` under way soon; one may be missed."""
-
-    @abstractmethod
-    async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs:
+    async def prompt_logprobs(
+        self, prompt: np.ndarray, *, top_k: int, version: int | None
+    ) -> PromptLogprobs:
         """Return the logprobs of a prompt's tokens, and the `top_k` likeliest at each position."""
 
     @abstractmethod
@@ -109,11 +124,11 @@ class TinkerWorkers(EngineClient):
 
 
 class TinkerBackend(Configurable):
-    """Base model, and workers behind a lock and turns: all that a service needs to compute.
+    """Base model, and workers behind queues: all that a service needs to compute.
 
     Calls about models in training run one after another, in blocks of `lock_trainer`; a call that
     is cancelled before its turn is never made. Samples come from versions, which `publish` and
-    `open` return.
+    `open` return. Versions of adapters, and the base, are sampled from at the same time.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -128,12 +143,10 @@ class TinkerBackend(Configurable):
     def __init__(self, *, config: Config) -> None:
         self._workers: TinkerWorkers | None = None
         self.base_model: BaseModelInfo
-        self._turns: Turns
-        self._num_interruptions = 0
-        self._reading: asyncio.Semaphore
-        """Prompts whose logprobs are computed at once, which cannot be interrupted."""
+        self._slots: FairSlots
+        self._readers: FairSlots
+        self._gate: VersionGate
         self._trainer_lock = FairLock()
-        self._base_version: int | None = None
         self._failure: Exception | None = None
 
     @abstractmethod
@@ -148,10 +161,13 @@ class TinkerBackend(Configurable):
         does, or if a field does not fit.
         """
         base = await asyncio.to_thread(self._open_base)
-        self._workers = await self._start_workers(base)
-        capacity = self._workers.num_sequences
-        self._turns = Turns(self._workers.pull, interrupt=self._interrupt, capacity=capacity)
-        self._reading = asyncio.Semaphore(max(1, capacity // 8))
+        self._workers = workers = await self._start_workers(base)
+        # Fresh adapters change nothing; the base stays in memory as long as a model has it.
+        await workers.create_model(KEEPER, LoRA.Config(rank=1, target_modules=ATTENTION))
+        await workers.switch(BASE)
+        self._gate = VersionGate(workers.switch, weights=BASE)
+        self._slots = FairSlots(workers.num_sequences)
+        self._readers = FairSlots(NUM_READERS)
         self.base_model = base.info
 
     async def close(self) -> None:
@@ -192,20 +208,15 @@ class TinkerBackend(Configurable):
 
     async def open(self, lora: LoRA.Config | None, folder: Path | None, owner: str = "") -> int:
         """Return the version of a folder of `save_model`, or with None that of the base model."""
+        if folder is None:
+            async with self._translate_errors():
+                return BASE
         async with self.lock_trainer(owner) as workers:
-            if folder is not None:
-                return await self._load(workers, lora, folder)
-            if self._base_version is None:
-                # Fresh adapters change nothing, and need no copy of the base.
-                fresh = wire.LoraConfig(rank=1, seed=0, train_unembed=False)
-                lora = make_lora_config(fresh, self.base_model)
-                self._base_version = await self._load(workers, lora, None)
-            return self._base_version
+            return await self._load(workers, lora, folder)
 
     async def forget(self, version: int) -> None:
         """Drop a version that has no requests any more; the base stays."""
-        # Every session without saved weights samples from the base, which is loaded once.
-        if version != self._base_version and self._workers is not None:
+        if version != BASE and self._workers is not None:
             await self._workers.forget(version)
 
     async def sample(self, version: int, request: SampleRequest, owner: str = "") -> SampleOutput:
@@ -214,31 +225,52 @@ class TinkerBackend(Configurable):
         # A prompt that fills the context has no completion, but its logprobs.
         completions, of_prompt = [_EMPTY] * sampling.num_samples, None
         async with self._translate_errors() as workers:
-            in_turn = partial(self._turns.run, version=version, owner=owner)
             if sampling.max_tokens:
-                generate = partial(workers.generate_in_turns, [request.prompt], sampling=sampling)
-                (completions,) = await in_turn(generate, num_sequences=sampling.num_samples)
+                # All at once: the slots decide how many of them run.
+                parts = self._divide(workers, sampling)
+                drawn = await gather_or_cancel(
+                    self._generate(workers, version, request, part, owner) for part in parts
+                )
+                completions = list(chain.from_iterable(drawn))
             if request.prompt_logprobs or top_k:
-                of_prompt = await in_turn(partial(self._compute_prompt_logprobs, workers, request))
+                weights = workers.get_weights(version)
+                # Readers have places of their own: they are short, and would wait for long samples.
+                async with self._readers.take(owner), self._gate.use(weights):
+                    of_prompt = await workers.prompt_logprobs(
+                        request.prompt, top_k=top_k, version=version
+                    )
         return SampleOutput(completions=completions, of_prompt=of_prompt)
 
-    async def _compute_prompt_logprobs(
-        self, workers: TinkerWorkers, request: SampleRequest
-    ) -> PromptLogprobs | Interrupted[PromptLogprobs]:
-        """Return a prompt's logprobs, unless the turn is interrupted before they are begun."""
-        # Reading a prompt is one call that cannot be interrupted: those that have not begun by then
-        # leave the turn.
-        interruption = self._num_interruptions
-        async with self._reading:
-            if self._num_interruptions != interruption:
-                again = partial(self._compute_prompt_logprobs, workers, request)
-                return Interrupted(resume=again, has_advanced=False)
-            return await workers.prompt_logprobs(request.prompt, top_k=request.topk_prompt_logprobs)
+    def _divide(self, workers: TinkerWorkers, sampling: SamplingParams) -> list[SamplingParams]:
+        """Return the settings of calls that together draw what one call with `sampling` draws."""
+        size, total = max(1, workers.num_sequences // NUM_PARTS), sampling.num_samples
+        parts: list[SamplingParams] = []
+        for first in range(0, total, size):
+            num_samples = min(size, total - first)
+            parts.append(replace(sampling, num_samples=num_samples, first_sample=first))
+        return parts
 
-    async def _interrupt(self) -> None:
-        self._num_interruptions += 1
-        if self._workers is not None:
-            await self._workers.interrupt()
+    async def _generate(
+        self,
+        workers: TinkerWorkers,
+        version: int,
+        request: SampleRequest,
+        sampling: SamplingParams,
+        owner: str,
+    ) -> list[Completion]:
+        # What the sequence may come to: the sampler cannot stop one that takes others' room.
+        num_tokens = len(request.prompt) + sampling.max_tokens
+        size = max(1.0, num_tokens / workers.tokens_per_sequence)
+        num_slots = math.ceil(sampling.num_samples * size)
+        # Slots first: a request that holds up other weights must not wait for anything else.
+        async with (
+            self._slots.take(owner, num_slots),
+            self._gate.use(workers.get_weights(version)),
+        ):
+            (completions,) = await workers.generate(
+                [request.prompt], sampling=sampling, version=version
+            )
+        return completions
 
     # Blocks of `lock_trainer`
 
@@ -254,15 +286,12 @@ class TinkerBackend(Configurable):
             )
         return await workers.push(model_id=model_id)
 
-    async def _load(
-        self, workers: TinkerWorkers, lora: LoRA.Config | None, folder: Path | None
-    ) -> int:
-        """Publish saved weights, or with None fresh ones, by a model that exists only meanwhile."""
+    async def _load(self, workers: TinkerWorkers, lora: LoRA.Config | None, folder: Path) -> int:
+        """Publish saved weights, by a model that exists only meanwhile."""
         model_id = f"loader {secrets.token_hex(4)}"
         await workers.create_model(model_id, lora)
         try:
-            if folder is not None:
-                await workers.load_model(model_id, str(folder.absolute()), optimizer=False)
+            await workers.load_model(model_id, str(folder.absolute()), optimizer=False)
             return await self._push(workers, model_id)
         finally:
             # The published version is a copy, and stays.

@@ -19,6 +19,7 @@ from rl.config.registry import resolve
 from rl.config.tree import check_bounds
 from rl.ledger.config import LedgerConfig
 from rl.local import LocalBackend
+from rl.models.draw_calls import MAX_SEQUENCES
 from rl.tinker.backend import TinkerBackend, TinkerWorkers
 from rl.tinker.base_model import BaseModelFolder
 from rl.tinker.compat import call_before_threads_end, keep_clients_direct
@@ -31,6 +32,8 @@ from rl.utils.proxies import allow_loopback
 
 class LocalWorkers(LocalBackend, TinkerWorkers):
     """Threads of this process, which train and sample models by id."""
+
+    num_sequences = 2 * MAX_SEQUENCES  # One batch that is drawn, and one for the next slice.
 
 
 class LocalTinkerBackend(TinkerBackend):

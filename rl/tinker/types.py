@@ -226,9 +226,8 @@ class Limits:
     recently used one: a snapshot is then gone, saved weights open again with their next sample."""
     all_state_bytes: int | None = None
     """Estimated bytes of trained weights, gradients, optimizer state and snapshots of all keys;
-    None: half of this machine's memory. Snapshots of actors are whole models and have a limit of
-    their own (`weights.keep_versions`).
-    """
+    None: half of this machine's memory. Over actors, snapshots of whole models have a limit of
+    their own (`weights.keep_versions`)."""
     all_held_bytes: int = 8 * 2**30
     """Bytes of the decoded requests of all keys without a result, at least 512 KiB each and 4 KiB a
     sample; and as many of results, of which the oldest go first. A key that has less than its share

@@ -45,6 +45,8 @@ from rl.utils.processes import process_states, restore_process_states
 
 FORMAT = 3
 DESCRIPTION, WEIGHTS, OPTIMIZER = "model.json", "weights.safetensors", "optimizer.safetensors"
+KEEPER = "keeper of the base"
+"""Id of a model that no client trains; the base beside all adapters is read from it."""
 _SAMPLED_BYTES = 1 << 20
 
 

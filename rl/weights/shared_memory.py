@@ -14,6 +14,7 @@ lock, and starts a new generation.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import logging
 import mmap
@@ -95,6 +96,8 @@ class Segment:
         self._descriptor = os.memfd_create("relay-weights", os.MFD_CLOEXEC)
         size = HEADER + num_bytes
         try:
+            if size > free_memory():
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             # Every page now: memory that is missing later would kill the process by SIGBUS.
             os.posix_fallocate(self._descriptor, 0, size)
         except OSError as error:

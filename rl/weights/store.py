@@ -40,7 +40,7 @@ from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.observability.run_folder import WEIGHTS, remove_versions
 from rl.observability.spans import span
-from rl.types import BoxSum
+from rl.types import BASE, BoxSum
 from rl.utils.errors import RunError
 from rl.utils.threads import run_in_thread
 from rl.weights.boxes import (
@@ -58,7 +58,6 @@ from rl.weights.copies import Copier, Copy
 from rl.weights.monarch_private import LostProcessError
 from rl.weights.shared_memory import SegmentMaps, SegmentRef, Volume, identify_host
 from rl.weights.types import (
-    BASE,
     AdapterInfo,
     VersionExistsError,
     VersionNotFoundError,

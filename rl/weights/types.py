@@ -7,10 +7,6 @@ from typing import Any
 
 from rl.utils.errors import RunError
 
-BASE = -1
-"""Version of the weights that adapters stand beside. It is pushed when a generator lacks it, and
-deleted when all have it."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterInfo:

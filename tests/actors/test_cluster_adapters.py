@@ -15,9 +15,10 @@ from actors.trainer import PolicyTrainer
 from rl.models.lora import LoRA
 from rl.training.config import TrainingConfig
 from rl.training.optimizer import Optimizer
+from rl.types import BASE
 from rl.utils.errors import RunError
 from rl.utils.processes import kill
-from rl.weights.types import BASE, WeightParityError
+from rl.weights.types import WeightParityError
 from tests.support.clusters import CONFIG, SPEC, RunningCluster, processes
 from tests.support.fleet_actors import DeadlyLoss, MisusedGenerator
 from tests.support.monarch_meshes import monarch_meshes

@@ -13,6 +13,7 @@ import signal
 import numpy as np
 import pytest
 
+from actors.generator import VLLMGenerator
 from actors.launch.cleanup import RUN, RUN_VARIABLE, find_by_environment
 from rl.distributed.mesh import ParallelismConfig
 from rl.tinker.backend import BackendLostError
@@ -72,10 +73,14 @@ async def refusals(backend, folder, base_version):
         await open_saved(backend, settings(2), folder / "sampler")
     with pytest.raises(InvalidRequestError, match=r"no optimizer\.safetensors"):
         await load(backend, "lora", folder / "sampler", optimizer=True)
-    first, second = [await backend.publish("lora") for _ in range(2)]
-    with pytest.raises(LimitReachedError, match="there are 6 snapshots in memory"):
-        await backend.publish("lora")
-    await backend.forget(first)
+    # Adapters have no limit of their own; one whole model is there already.
+    adapters = [await backend.publish("lora") for _ in range(8)]
+    models = [await backend.publish("full") for _ in range(5)]
+    with pytest.raises(LimitReachedError, match="there are 6 snapshots of whole models in memory"):
+        await backend.publish("full")
+    for version in (*adapters[1:], *models):
+        await backend.forget(version)
+    second = adapters[0]
     await add_gradient(backend, "loaded", random_data(2, seed=1))
     await step(backend, "loaded", learning_rate=1e30)
     with pytest.raises(InvalidRequestError, match="its weights have diverged"):
@@ -135,3 +140,58 @@ async def compare(folder):
 @pytest.mark.timeout(300)
 def test_two_ranks_compute_like_one_process_and_a_lost_rank_fails_all_later_calls(tmp_path):
     asyncio.run(compare(tmp_path))
+
+
+HOW = {"temperature": 1.0, "seed": 4, "num_samples": 9, "max_tokens": 20}
+CLIENTS = {"a": settings(4), "b": settings(16, train_mlp=False, seed=8)}
+
+
+def bits(output):
+    return [(c.token_ids.tobytes(), c.logprobs.tobytes()) for c in output.completions]
+
+
+async def learn(backend, name, made, *, seed):
+    """Train a client's model and sample from each version; return all numbers."""
+    await create(backend, name, made)
+    outputs, samples, versions = [], [], []
+    for step_number in range(3):
+        outputs += await train(backend, name, steps=1, seed=seed + step_number)
+        versions.append(await backend.publish(name))
+        samples.append(bits(await sampled(backend, versions[-1], **HOW)))
+    return outputs, samples, versions
+
+
+async def share(folder):
+    backend = actor_config(folder / "base", tie=False, batch_invariant=True).build()
+    await backend.start()
+    try:
+        alone = [
+            await learn(backend, f"{name} alone", made, seed=ord(name))
+            for name, made in CLIENTS.items()
+        ]
+        together = await asyncio.gather(
+            *(learn(backend, name, made, seed=ord(name)) for name, made in CLIENTS.items())
+        )
+        for (outputs, samples, _), (expected, bits_alone, _) in zip(together, alone, strict=True):
+            assert_same_outputs(outputs, expected, atol=0)
+            assert samples == bits_alone
+        versions = [version for _, _, own in together for version in own]
+        expected = [one for _, samples, _ in together for one in samples]
+        assert len({str(one) for one in expected}) == 6
+
+        # All of them at once, some twice, after the generator has dropped two of them.
+        (member,) = backend._workers._pool.members
+        await member.call(VLLMGenerator.give_up_adapters, versions[1:3], timeout="sync_s")
+        outputs = await asyncio.gather(
+            *(sampled(backend, version, **HOW) for version in (*versions, *versions[:2]))
+        )
+        assert [bits(output) for output in outputs] == [*expected, *expected[:2]]
+    finally:
+        await backend.close()
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(300)
+def test_two_clients_learn_as_each_alone_and_snapshots_are_sampled_in_one_batch(tmp_path):
+    """Identical bits in the batch-invariant mode."""
+    asyncio.run(share(tmp_path))

@@ -13,6 +13,7 @@ from actors.launch.launcher import Launcher
 from actors.tinker import TinkerTrainer
 from actors.trainer import PolicyTrainer
 from rl.distributed.mesh import ParallelismConfig
+from rl.models.spec import model_spec
 from rl.weights.store import WeightStore
 from tests.support.tinker_backends import actor_config
 from tests.tinker.parts import TRAINING
@@ -111,7 +112,7 @@ def test_servers_with_one_log_folder_keep_their_weights_apart_and_remove_them(
     monkeypatch.setattr("actors.tinker.Launcher", NoActors)
     monkeypatch.setattr("actors.tinker.start_cluster", start_cluster)
     logs = tmp_path / "logs"
-    base: Any = SimpleNamespace(spec=None, folder=tmp_path)
+    base: Any = SimpleNamespace(spec=model_spec("qwen3", "tiny"), folder=tmp_path)
     backend = replace(
         config, log_folder=str(logs), weights=WeightStore.Config(transport="files")
     ).build()

@@ -28,7 +28,7 @@ from rl.training.checkpoints.config import CheckpointConfig
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
-from rl.types import Rollout, TrainingSample
+from rl.types import PullResult, Rollout, TrainingSample
 from tests.support.loops import make_loop, problems
 
 SPEC = replace(
@@ -67,11 +67,12 @@ class OtherOrder(LocalBackend):
 class FlippedBit(LocalBackend):
     """Backend whose generator has one bit of one weight of version 2 otherwise."""
 
-    def _pull(self, policy_version: int) -> None:
-        super()._pull(policy_version)
+    async def pull(self, policy_version: int) -> PullResult:
+        pulled = await super().pull(policy_version)
         if policy_version == 2:
-            weight = next(iter(self._model.parameters())).data.view(torch.int32)
+            weight = next(iter(self.sampler.model.parameters())).data.view(torch.int32)
             weight[ord("1"), 0] ^= 1 << 22
+        return pulled
 
 
 def even(rollout: Rollout) -> float:

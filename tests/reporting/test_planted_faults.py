@@ -39,7 +39,7 @@ from rl.training.checkpoints.config import CheckpointConfig
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
-from rl.types import Problem
+from rl.types import Problem, PullResult
 from tests.support.loops import make_loop
 
 ASKED = "abcdefgh"
@@ -97,13 +97,13 @@ class StaleBackend(LocalBackend):
 
     last_fresh: float = float("inf")
 
-    def _pull(self, policy_version):
+    async def pull(self, policy_version):
         if policy_version <= self.last_fresh:
-            super()._pull(policy_version)
-            return
-        self._served_version = policy_version
-        for version in [v for v in self._pushed if v <= policy_version]:
-            del self._pushed[version]
+            return await super().pull(policy_version)
+        self.sampler.weights = policy_version
+        for version in [v for v in self.sampler.pushed if v <= policy_version]:
+            del self.sampler.pushed[version]
+        return PullResult()
 
 
 def open_model(folder, *, engine=ENGINE):

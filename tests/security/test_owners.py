@@ -1,6 +1,7 @@
 """One API key cannot starve another one, fill the memory, or keep what it no longer may have.
 
-The turns and the limits are checked in virtual time; the sampler in this process with real models.
+The limits are checked in virtual time; the sampler in this process with real models. The queues are
+in tests/tinker/test_queues.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ import pytest
 import torch
 from tinker.proto import tinker_public_pb2 as pb
 
-from rl.models.generate import Interrupted, PromptLogprobs
+from rl.models.generate import PromptLogprobs
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.service.futures import (
     INLINE_BYTES,
@@ -33,7 +34,6 @@ from rl.tinker.service.futures import (
 )
 from rl.tinker.service.service import Ttl
 from rl.tinker.service.sessions import KEPT
-from rl.tinker.turns import CREDIT_S, LAG_S, LONGEST_TURN_S, MIN_SEQUENCES, FairLock, Turns
 from rl.tinker.types import (
     BusyError,
     GoneError,
@@ -44,12 +44,9 @@ from rl.tinker.types import (
 )
 from rl.tinker.wire.datums import find_loss
 from tests.support.fake_tinker import BASE, ME, YOU, message, running_service, service_test, settled
-from tests.support.virtual_time import now_s, run_in_virtual_time
 from tests.tinker.parts import create, local_backend, request, settings, tokens_of
 
 pytestmark = pytest.mark.anyio
-STEP_S = 0.1
-"""Time that a token takes on the generators of these tests."""
 
 
 @pytest.fixture
@@ -65,296 +62,26 @@ async def backend(tmp_path: Path) -> AsyncIterator[LocalTinkerBackend]:
     await backend.close()
 
 
-# Turns
+# The sampler in this process
 
 
-class Engine:
-    """Generators with a number of slots, each of which draws a token of a request per step; the
-    rest waits in line.
-    """
-
-    def __init__(self, *, slots: int, capacity: int | None = None, pull_s: float = 0.3) -> None:
-        self.turns = Turns(
-            self.pull, interrupt=self.interrupt, capacity=slots if capacity is None else capacity
-        )
-        self.slots = asyncio.Semaphore(slots)
-        self.pull_s = pull_s
-        self.interrupted = asyncio.Event()
-        self.num_interruptions = self.num_pulls = 0
-
-    async def pull(self, version: int) -> None:
-        self.num_pulls += 1
-        await asyncio.sleep(self.pull_s)
-
-    async def interrupt(self) -> None:
-        self.num_interruptions += 1
-        self.interrupted.set()
-        self.interrupted = asyncio.Event()
-
-    async def sample(
-        self, owner: str, num_tokens: int, *, version: int = 1, num_sequences: int = 1
-    ) -> float:
-        """Return the time that a request took."""
-        started_s = now_s()
-        work = partial(self._draw, num_tokens)
-        await self.turns.run(work, version=version, owner=owner, num_sequences=num_sequences)
-        return now_s() - started_s
-
-    async def _draw(self, num_tokens: int) -> Interrupted[None] | None:
-        interrupted = self.interrupted
-        drawn = 0
-        async with self.slots:
-            while drawn < num_tokens and not interrupted.is_set():
-                await asyncio.sleep(STEP_S)
-                drawn += 1
-        if drawn == num_tokens:
-            return None
-        return Interrupted(resume=partial(self._draw, num_tokens - drawn), has_advanced=drawn > 0)
-
-
-LONG = 2000
-"""Tokens of a long request: 200 s."""
-
-
-async def waits(engine: Engine, *, count: int, version: int, pause_s: float = 0.0) -> list[float]:
-    """Return how long one-token samples of a second key take, one after another."""
-    found = []
-    for _ in range(count):
-        found.append(await engine.sample("you", 1, version=version))
-        await asyncio.sleep(pause_s)
-    return found
-
-
-@pytest.mark.parametrize("version", [1, 2], ids=["of the same weights", "of other weights"])
-@pytest.mark.parametrize("keys", ["aaa", "abc"], ids=["one key", "three keys"])
-def test_three_long_requests_keep_another_keys_token_waiting_for_one_turn_at_most(keys, version):
-    async def main() -> list[float]:
-        engine = Engine(slots=2)
-        long = [
-            asyncio.create_task(engine.sample(key, LONG, version=1 + (key == "c"), num_sequences=2))
-            for key in keys
-        ]
-        await asyncio.sleep(5)
-        found = await waits(engine, count=20, version=version, pause_s=0.3)
-        await asyncio.gather(*long)
-        return found
-
-    found, _ = run_in_virtual_time(main())
-    assert max(found) < 5 + STEP_S
-
-
-def test_owners_who_are_equally_busy_share_the_time_and_change_places_rarely():
-    async def main() -> tuple[list[float], Engine]:
-        engine = Engine(slots=1)
-        keys = [
-            asyncio.create_task(engine.sample(key, 600, version=n)) for n, key in enumerate("ab")
-        ]
-        return await asyncio.gather(*keys), engine
-
-    (took, engine), total_s = run_in_virtual_time(main())
-    # 60 s of work each: both end near the end, and the pulls cost little.
-    assert min(took) > 120 - 2 * (2 * LAG_S + CREDIT_S)
-    assert engine.num_pulls <= 120 / LAG_S
-    assert total_s < 120 + 0.3 * engine.num_pulls + 1
-
-
-def test_a_single_owner_is_interrupted_before_the_deadline_of_a_call_only():
-    async def main() -> Engine:
-        engine = Engine(slots=4)
-        await asyncio.gather(*(engine.sample("me", 300, num_sequences=3) for _ in range(8)))
-        return engine
-
-    engine, total_s = run_in_virtual_time(main())
-    assert engine.num_interruptions == total_s // LONGEST_TURN_S == 1
-    assert engine.num_pulls == 1
-
-
-def test_owners_of_one_snapshot_run_at_once_while_the_engine_has_room():
-    async def main() -> tuple[list[float], Engine]:
-        engine = Engine(slots=8)
-        calls = [engine.sample(key, 100, num_sequences=2) for key in "abcd"]
-        return await asyncio.gather(*calls), engine
-
-    (took, engine), _ = run_in_virtual_time(main())
-    assert max(took) == pytest.approx(10 + engine.pull_s)
-    assert engine.num_interruptions == 0
-
-
-def test_request_that_joins_a_turn_and_gets_no_slot_is_first_in_the_next_turn():
-    async def main() -> float:
-        engine = Engine(
-            slots=1, capacity=100
-        )  # the engine has less room than it says: its cache is full
-        long = asyncio.create_task(engine.sample("me", LONG, num_sequences=50))
-        await asyncio.sleep(1)
-        took = await engine.sample("you", 1)
-        long.cancel()
-        return took
-
-    assert run_in_virtual_time(main())[0] < 5
-
-
-def test_turns_grow_until_a_request_gets_a_token():
-    """Requests read their prompts again after an interruption, which may take longer than a
-    turn.
-    """
-
-    async def slow_draw(engine: Engine) -> Interrupted[None] | None:
-        interrupted = engine.interrupted
-        try:
-            async with asyncio.timeout(10):
-                await interrupted.wait()
-        except TimeoutError:
-            return None
-        return Interrupted(resume=partial(slow_draw, engine), has_advanced=False)
-
-    async def main() -> None:
-        engine = Engine(slots=1)
-
-        async def others() -> None:
-            while True:
-                await engine.sample("you", 1, version=2)
-
-        busy = asyncio.create_task(others())
-        async with asyncio.timeout(100):
-            await engine.turns.run(partial(slow_draw, engine), version=1, owner="me")
-        busy.cancel()
-
-    run_in_virtual_time(main())
-
-
-def test_turns_do_not_grow_while_a_request_waits_behind_one_of_another_owner_in_the_same_turn():
-    async def main() -> list[float]:
-        engine = Engine(slots=1, capacity=16)  # the engine has less room than it says
-        busy = [asyncio.create_task(engine.sample(key, LONG, num_sequences=2)) for key in "ab"]
-        found = await waits(engine, count=30, version=2, pause_s=0.3)
-        for one in busy:
-            one.cancel()
-        return found
-
-    assert max(run_in_virtual_time(main())[0]) < 8
-
-
-def test_owners_who_come_later_are_not_before_one_who_waits():
-    async def main() -> float:
-        engine = Engine(slots=1, capacity=0)
-        busy = [asyncio.create_task(engine.sample("a", LONG))]
-        await asyncio.sleep(5)
-        mine = asyncio.create_task(engine.sample("you", 1, version=2))
-        for key in "bcdef":
-            await asyncio.sleep(0.1)
-            busy.append(asyncio.create_task(engine.sample(key, LONG, version=3)))
-        took = await mine
-        for one in busy:
-            one.cancel()
-        return took
-
-    assert run_in_virtual_time(main())[0] < 4
-
-
-def test_turns_do_not_grow_while_an_owners_short_requests_wait_in_line():
-    async def main() -> list[float]:
-        engine = Engine(slots=1, capacity=0)
-        busy = [asyncio.create_task(engine.sample("me", 1)) for _ in range(2000)]
-        found = await waits(engine, count=40, version=1, pause_s=0.2)
-        await asyncio.gather(*busy)
-        return found
-
-    assert max(run_in_virtual_time(main())[0]) < 5 + STEP_S
-
-
-def test_owner_for_whom_the_weights_were_changed_comes_first():
-    async def main() -> list[str]:
-        engine, order = Engine(slots=1, capacity=1, pull_s=1.0), []
-
-        async def sample(owner: str, num_tokens: int, version: int) -> None:
-            await engine.sample(owner, num_tokens, version=version)
-            order.append(owner)
-
-        async with asyncio.TaskGroup() as group:
-            group.create_task(sample("busy", 200, 1))
-            await asyncio.sleep(5)
-            group.create_task(sample("first", 5, 2))
-            while engine.num_pulls < 2:
-                await asyncio.sleep(0.1)
-            group.create_task(sample("second", 5, 2))
-        return order
-
-    assert run_in_virtual_time(main())[0] == ["first", "second", "busy"]
-
-
-def test_an_owners_requests_beyond_a_limit_wait_for_their_turn_and_the_oldest_come_first():
-    async def main() -> tuple[int, list[int]]:
-        engine, done, most = Engine(slots=1, capacity=0), [], 0
-
-        async def sample(number: int) -> None:
-            nonlocal most
-
-            async def counted(work: Callable[[], Awaitable[Any]]) -> Any:
-                nonlocal most
-                running.add(number)
-                most = max(most, len(running))
-                found = await work()
-                running.discard(number)
-                return replace(found, resume=partial(counted, found.resume)) if found else None
-
-            work = partial(counted, partial(engine._draw, 1))
-            await engine.turns.run(work, version=1, owner="me", num_sequences=4)
-            done.append(number)
-
-        running: set[int] = set()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(waits(engine, count=20, version=1))
-            for number in range(300):
-                group.create_task(sample(number))
-        return most, done
-
-    (most, done), _ = run_in_virtual_time(main())
-    assert most == MIN_SEQUENCES // 4
-    assert done == sorted(done)
-
-
-def test_owners_take_turns_at_the_trainer():
-    async def main() -> list[str]:
-        lock, order = FairLock(), []
-
-        async def call(name: str) -> None:
-            async with lock.lock_for(name[0]):
-                order.append(name)
-                await asyncio.sleep(1)
-
-        calls = [
-            asyncio.create_task(call(name)) for name in ("a1", "a2", "a3", "a4", "b1", "c1", "b2")
-        ]
-        await asyncio.sleep(0.5)
-        calls[2].cancel()
-        await asyncio.wait(calls)
-        async with lock.lock_for("d"):
-            return order
-
-    assert run_in_virtual_time(main())[0] == ["a1", "a2", "b1", "c1", "a4", "b2"]
-
-
-async def test_interrupted_completions_go_on_with_the_same_tokens(backend, monkeypatch):
-    for name, value in (("TURN_S", 0.0), ("LAG_S", 0.0), ("CREDIT_S", 0.0), ("AGAIN_S", 0.01)):
-        monkeypatch.setattr(f"rl.tinker.turns.{name}", value)
-    base = await backend.open(None, None)
+async def test_paused_completions_go_on_with_the_same_tokens(backend, monkeypatch):
+    monkeypatch.setattr("rl.local.SLICE_S", 0.0)
     await create(backend, "m", settings())
-    other = await backend.publish("m")
-    long = request(backend.base_model, [3, 1, 4], num_samples=200, max_tokens=60, stop=(), seed=5)
+    base, other = await backend.open(None, None), await backend.publish("m")
+    long = request(backend.base_model, [3, 1, 4], num_samples=100, max_tokens=40, stop=(), seed=5)
     alone = tokens_of(await backend.sample(base, long, "me"))
-    interruptions = backend._workers._num_interruptions
     running = [asyncio.create_task(backend.sample(base, long, "me")) for _ in range(3)]
     short = request(backend.base_model, [1, 5], max_tokens=1)
+    num_short = 0
     while not all(task.done() for task in running):
         assert len(tokens_of(await backend.sample(other, short, "you"))) == 1
+        num_short += 1
     assert [tokens_of(task.result()) for task in running] == [alone] * 3
-    assert backend._workers._num_interruptions > interruptions
+    assert num_short > 5
 
 
 async def test_logprobs_of_many_prompts_do_not_keep_another_key_waiting(backend, monkeypatch):
-    for name, value in (("TURN_S", 0.0), ("LAG_S", 0.0), ("CREDIT_S", 0.0), ("AGAIN_S", 0.01)):
-        monkeypatch.setattr(f"rl.tinker.turns.{name}", value)
     none = np.zeros((1, 0), np.float32)
     of_prompt = PromptLogprobs(logprobs=none, top_ids=none, top_logprobs=none)
 
@@ -362,7 +89,7 @@ async def test_logprobs_of_many_prompts_do_not_keep_another_key_waiting(backend,
         time.sleep(0.05)
         return of_prompt
 
-    monkeypatch.setattr("rl.local.prompt_logprobs", slow)
+    monkeypatch.setattr("rl.models.local_sampler.prompt_logprobs", slow)
     base = await backend.open(None, None)
     prompt = request(backend.base_model, [3, 1, 4], max_tokens=1, prompt_logprobs=True)
     many = [asyncio.create_task(backend.sample(base, prompt, "me")) for _ in range(60)]

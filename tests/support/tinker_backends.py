@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from actors.config import Timeouts
 from actors.generator import VLLMGenerator
@@ -13,10 +14,15 @@ from tests.tinker.parts import CONTEXT, TRAINING, base_config
 
 
 def actor_config(
-    assets: Path, *, num_procs: int = 1, parallelism: ParallelismConfig | None = None
+    assets: Path,
+    *,
+    num_procs: int = 1,
+    parallelism: ParallelismConfig | None = None,
+    **base: Any,
 ) -> ActorBackend.Config:
+    """Return a config; `base` are options of `base_config`."""
     return ActorBackend.Config(
-        base=base_config(assets),
+        base=base_config(assets, **base),
         trainer=TinkerTrainer.Config(
             num_procs=num_procs, parallelism=parallelism or ParallelismConfig(), training=TRAINING
         ),

@@ -231,7 +231,9 @@ async def test_base_snapshot_and_saved_weights_are_sampled_from_at_once(backend,
     assert trained == saved != base
     for version in versions:
         await backend.forget(version)
-    assert len(backend._workers._pushed) == 1  # the base stays
+    assert backend._workers.sampler.pushed == {}
+    assert not backend._workers.sampler.model.bank.versions
+    await sampled(backend, versions[0])  # the base stays
 
 
 LLAMA = spec_like(llama, dim=36, head_dim=6, feed_forward=FeedForward.Config(hidden_dim=20))
@@ -271,6 +273,38 @@ async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp
     assert np.array_equal(scored.logprobs[1:], found.logprobs[0])
     by_id = np.take_along_axis(scored.top_logprobs, np.argsort(scored.top_ids, axis=1), axis=1)
     assert np.array_equal(by_id[range(1, len(whole)), whole[1:]], found.logprobs[0])
+    await backend.close()
+
+
+async def test_samplers_of_several_snapshots_share_a_batch_with_the_bits_of_each_alone(tmp_path):
+    """Different ranks and targets, a head with an adapter, and the base, in one forward."""
+    backend = local_backend(tmp_path / "base", tie=False, batch_invariant=True)
+    await backend.start()
+    versions = [await backend.open(None, None)]
+    for number, made in enumerate((settings(1), settings(8, train_mlp=False), settings(16))):
+        await create(backend, f"m{number}", made)
+        await train(backend, f"m{number}", steps=2, seed=number)
+        versions.append(await backend.publish(f"m{number}"))
+    how = {"temperature": 1.0, "seed": 4, "num_samples": 3, "max_tokens": 20}
+    alone = [await sampled(backend, version, **how) for version in versions]
+
+    groups: list[set[int]] = []
+    workers: Any = backend._workers
+    draw = workers._draw
+
+    def note_and_draw(group: Any) -> None:
+        groups.append(group.drawing.adapters)
+        draw(group)
+
+    workers._draw = note_and_draw
+    together = await asyncio.gather(*(sampled(backend, version, **how) for version in versions))
+    assert {len(adapters) for adapters in groups} == {4}
+    for version, one, other in zip(versions, alone, together, strict=True):
+        for mine, theirs in zip(one.completions, other.completions, strict=True):
+            assert mine.token_ids.tobytes() == theirs.token_ids.tobytes()
+            assert mine.logprobs.tobytes() == theirs.logprobs.tobytes()
+            assert set(mine.policy_versions.tolist()) == {version}
+    assert len({str(tokens_of(output)) for output in together}) == 4
     await backend.close()
 
 

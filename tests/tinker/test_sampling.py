@@ -1,18 +1,14 @@
-"""Sampling sessions, when their weights close, turns of the snapshots, and which requests are
-valid.
-"""
+"""Sampling sessions, when their weights close, and which requests are valid."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 from tinker.types import RequestErrorCategory, RequestFailedResponse
 
 from rl.tinker.service.futures import REQUEST_BYTES, SMALL_BYTES
-from rl.tinker.turns import Turns
 from rl.tinker.types import BusyError, GoneError, InvalidRequestError, NotFoundError
 from rl.tinker.wire.codec import check_sample
 from tests.support.fake_tinker import BASE, YOU, prompt, service_test, settled
@@ -250,88 +246,3 @@ async def test_waiting_samples_count_each(client):
     with pytest.raises(BusyError, match="limit all_held_bytes"):
         client.sample(sampler, 1, prompt(1, num_samples=5))
     client.sample(sampler, 1, prompt(1, num_samples=4))
-
-
-# Turns
-
-
-class Generators:
-    """Requests such as "b1" for the version of their letter, 2, that run until the test ends
-    them.
-    """
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.turns = Turns(self.pull, interrupt=self.interrupt)
-        self.tasks: dict[str, asyncio.Task[None]] = {}
-        self.ends: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-
-    async def pull(self, version: int) -> None:
-        await asyncio.sleep(0)
-        if version < 0:
-            raise ArithmeticError("the pull failed")
-        self.log.append(f"serves {version}")
-
-    async def interrupt(self) -> None:
-        raise AssertionError("requests of one owner are not interrupted")
-
-    async def request(self, name: str) -> None:
-        async def work() -> None:
-            self.log.append(name)
-            await self.ends[name].wait()
-
-        await self.turns.run(work, version="xabc".index(name[0]) or -1)
-
-    async def after(self, *names: str) -> list[str]:
-        """Start these requests and return the calls recorded since the last look."""
-        self.tasks |= {name: asyncio.create_task(self.request(name)) for name in names}
-        await settled()
-        found, self.log = self.log, []
-        return found
-
-    async def ended(self, *names: str) -> list[str]:
-        for name in names:
-            self.ends[name].set()
-        return await self.after()
-
-    async def cancelled(self, *names: str) -> list[str]:
-        for name in names:
-            self.tasks[name].cancel()
-        return await self.after()
-
-
-@pytest.mark.anyio
-async def test_requests_of_one_snapshot_run_at_once_and_later_ones_do_not_overtake():
-    room = Generators()
-    assert await room.after("a1", "a2") == ["serves 1", "a1", "a2"]
-    assert await room.after("c1", "a3", "b1", "c2") == []
-    assert await room.ended("a1") == []
-    assert await room.ended("a2") == ["serves 3", "c1", "c2"]
-    assert await room.ended("c1", "c2") == ["serves 1", "a3"]
-    assert await room.ended("a3") == ["serves 2", "b1"]
-    assert await room.ended("b1") == []
-    assert await room.after("b2") == ["b2"]  # still served
-    await room.ended("b2")
-    await room.after("x1", "x2")
-    for name in ("x1", "x2"):
-        with pytest.raises(ArithmeticError, match="the pull failed"):
-            await room.tasks[name]
-    assert await room.after("b3") == ["serves 2", "b3"]
-    await room.ended("b3")
-
-
-@pytest.mark.anyio
-async def test_cancelled_requests_block_no_other_and_their_weights_are_not_served():
-    """A session that ends cancels several at once; the end of one would admit another cancelled
-    one.
-    """
-    room = Generators()
-    assert await room.after("a1") == ["serves 1", "a1"]
-    await room.after("b1", "a2", "c1")
-    assert await room.cancelled("b1", "a2") == []
-    assert await room.cancelled("a1") == ["serves 3", "c1"]
-    await room.after("b2")
-    await room.cancelled("b2")
-    await room.ended("c1")
-    assert await room.after("b3") == ["serves 2", "b3"]
-    await room.ended("b3")

@@ -127,8 +127,9 @@ def test_pull_tells_what_merged_adapters_lost(assets):
         assert again == second
         return first.merge_lost, second.merge_lost
 
-    lora = (LoRA.Config(rank=4),)
-    assert with_backend(use, assets=assets) == (None, None)
+    lora = (LoRA.Config(rank=4, merge=True),)
+    for plain in ((), (LoRA.Config(rank=4),)):
+        assert with_backend(use, assets=assets, converters=plain) == (None, None)
     first, in_float32 = with_backend(use, assets=assets, converters=lora)
     assert first == 0.0
     training = TrainingConfig(param_dtype="bfloat16")
@@ -183,7 +184,7 @@ def test_cancelled_generate_ends_at_its_next_token_and_the_next_one_runs(assets)
     async def use(local):
         await local.pull(await local.push())
         expected = await local.generate(PROMPTS, sampling=SAMPLING)
-        hook = local._model.register_forward_hook(hold)
+        hook = local.sampler.model.register_forward_hook(hold)
         call = asyncio.create_task(local.generate(PROMPTS, sampling=SAMPLING))
         await asyncio.to_thread(began.wait, 30)
         call.cancel()

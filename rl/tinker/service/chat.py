@@ -28,9 +28,9 @@ from rl.agents.types import ChatRequest, RequestError
 from rl.models.files.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.tinker.backend import TinkerBackend
+from rl.tinker.queues import FairLock
 from rl.tinker.service.sampling import OpenWeights
 from rl.tinker.service.storage import Storage, Stored
-from rl.tinker.turns import FairLock
 from rl.tinker.types import (
     BaseModelInfo,
     BusyError,

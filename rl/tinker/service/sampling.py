@@ -109,7 +109,7 @@ class OpenWeights:
         """
         owner, num_bytes = model.owner, self._count_bytes(model.settings)
         version = asyncio.get_running_loop().create_future()
-        # The backend may have less room than the limits say: snapshots of actors are whole models.
+        # The backend may have less room than the limits say, above all for whole models.
         while not version.done():
             self.make_room(owner, num_bytes)
             try:

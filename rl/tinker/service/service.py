@@ -30,6 +30,7 @@ from rl.http.open_files import limit_connections
 from rl.ledger.config import LedgerConfig
 from rl.rollouts.renderer import RendererConfig
 from rl.tinker.backend import TinkerBackend
+from rl.tinker.queues import FairLock
 from rl.tinker.service.chat import Chats
 from rl.tinker.service.futures import Background, Futures, Result
 from rl.tinker.service.ledger import Ledgers, import_pyarrow
@@ -37,7 +38,6 @@ from rl.tinker.service.sampling import OpenWeights, SamplingSessions
 from rl.tinker.service.sessions import Sessions
 from rl.tinker.service.storage import RunRecord, Storage, Stored, parse_path
 from rl.tinker.service.training import TrainingCalls
-from rl.tinker.turns import FairLock
 from rl.tinker.types import Id, Limit, Limits, NotFoundError, Offset, Owner, check_ttl
 
 log = logging.getLogger(__name__)
