@@ -329,7 +329,7 @@ class ActorWorkers(TrainerClient, TinkerWorkers):
                 "(weights.keep_versions): end a session that has some, or save the weights"
             )
         try:
-            await self._pool.push(model_id=model_id, version=version, has_adapter=not is_whole)
+            await self._pool.push(model_id=model_id, version=version)
         except WeightStoreError as error:
             # Some ranks may have put their part of it.
             await self._cluster.store.delete(version)

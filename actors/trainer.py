@@ -38,8 +38,8 @@ from rl.types import BASE, RUN
 from rl.utils.load import ComputeThreads
 from rl.utils.processes import use_threads
 from rl.utils.threads import WorkerThread
-from rl.weights.checksum import digest_sums, load_kernel
-from rl.weights.store import Shard, WeightStore
+from rl.weights.checksum import digest_tensors, load_kernel
+from rl.weights.store import Shard, WeightStore, get_rank
 from rl.weights.types import AdapterInfo
 
 logger = logging.getLogger(__name__)
@@ -117,8 +117,8 @@ class PolicyTrainer(Actor, Configurable):
         self._thread = WorkerThread("training-engine")
         self._pushes: set[concurrent.futures.Future[None]] = set()
         """Pushes that are going on: the weights must not change until they are done."""
-        self._base_part: asyncio.Future[int] | None = None
-        """This rank's part of the checksum of the base, from the latest push of it."""
+        self._base_part: int | None = None
+        """This rank's part of the checksum of the weights beside adapters, once it is known."""
         self._rank: int | None = None
         """Known from `setup` on."""
         self._sleep: TrainerSleep | None = None
@@ -189,6 +189,8 @@ class PolicyTrainer(Actor, Configurable):
             if method == TrainingEngine.forward_backward and self.config.num_procs == 1:
                 num_tokens = sum(len(sample.token_ids) for sample in args[0])
             call = partial(self._follow_load, call, num_tokens)
+        if method == TrainingEngine.load_checkpoint:
+            call = partial(self._load_other_base, call)
         # A push copies the weights while the engine computes on: they must stay as they are.
         if steps_early or method in _CHANGES_WEIGHTS:
             answer = await self._change_weights(call)
@@ -216,47 +218,54 @@ class PolicyTrainer(Actor, Configurable):
         engine = self.find_engine(model_id)
         pushed: concurrent.futures.Future[None] = concurrent.futures.Future()
 
-        def begin() -> tuple[int, dict[str, Tensor], float | None]:
+        def begin() -> tuple[int, dict[str, Tensor], AdapterInfo | None, float | None]:
             # The weights as they are between two calls of the engine; collective where adapters are
             # merged.
             merge_lost: float | None = None
+            adapter: AdapterInfo | None = None
+            lora = engine.policy.served_lora
             if version == BASE:
                 state_dict = engine.model_state_dict(merge=False)
-            elif engine.policy.served_lora is not None:
+            elif lora is not None:
                 state_dict = engine.policy.adapter_state_dict()
+                adapter = AdapterInfo(lora=lora.config, base_id=self._find_base_part(engine))
             else:
                 state_dict = engine.model_state_dict()
                 dtype = getattr(torch, self.store.dtype)
                 merge_lost = measure_merge(engine.policy, state_dict=state_dict, dtype=dtype)
             self._pushes.add(pushed)
             number = engine.policy_version if version is None else version
-            return number, state_dict, merge_lost
+            return number, state_dict, adapter, merge_lost
 
-        base_part = self._base_part
-        if version == BASE:
-            # An adapter may be pushed while this goes on.
-            base_part = self._base_part = asyncio.get_running_loop().create_future()
-        number, state_dict, merge_lost = await self._compute(begin)
+        number, state_dict, adapter, merge_lost = await self._compute(begin)
         try:
-            lora, adapter = engine.policy.served_lora, None
-            if lora is not None and number != BASE:
-                assert base_part is not None, "the base is pushed before its adapters"
-                adapter = AdapterInfo(lora=lora.config, base_id=await base_part)
             shard = await self.store.push(
                 version=number,
                 state_dict=state_dict,
                 buffer_names=engine.buffer_names(),
                 adapter=adapter,
             )
-            if number == BASE and base_part is not None:
-                base_part.set_result(digest_sums(shard.sums))
             return replace(shard, merge_lost=merge_lost)
         finally:
             # Also after an error: the next change of the weights would wait forever.
             self._pushes.discard(pushed)
             pushed.set_result(None)
-            if number == BASE and base_part is not None:
-                base_part.cancel()  # Without effect once it has its result.
+
+    def _load_other_base(self, load: Callable[[], T]) -> T:
+        # In the engine's thread, where pushes before and after the load look at it.
+        self._base_part = None
+        return load()
+
+    def _find_base_part(self, engine: TrainingEngine) -> int:
+        # Nothing but a checkpoint changes frozen weights.
+        if self._base_part is None:
+            self._base_part = digest_tensors(
+                engine.model_state_dict(merge=False),
+                dtype=getattr(torch, self.store.dtype),
+                buffer_names=engine.buffer_names(),
+                rank=get_rank(),
+            )
+        return self._base_part
 
     @concurrent_endpoint
     @span("measure")

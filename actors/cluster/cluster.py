@@ -177,7 +177,6 @@ class Cluster:
             store=self.store,
             parity=parity,
             drains=drains,
-            has_adapters=any(c.is_served_apart for c in self.config.trainer.converters),
             keeps_base=bool(self.config.launch.share_gpus),
             start=restart,
             supervisor=self._supervisor,

@@ -56,7 +56,6 @@ class GeneratorPool:
         store: WeightStore,
         parity: ParityText | None = None,
         drains: bool = False,
-        has_adapters: bool = False,
         keeps_base: bool = False,
         start: Callable[[int], Awaitable[ActorGroup]] | None = None,
         supervisor: Supervisor | None = None,
@@ -66,8 +65,8 @@ class GeneratorPool:
         Args:
             parity: text of the logprob parity; None compares checksums only.
             drains: a pull of whole weights first waits for running completions.
-            has_adapters: the run's adapters are pushed alone, and served beside the base.
-            keeps_base: keep the base in the store, for generators that forget it when they sleep.
+            keeps_base: keep the base of adapters in the store, for generators that forget it when
+                they sleep, while the trainer cannot push it again.
             start: starts a lost generator again, given its number; None: a loss is an error.
             supervisor: limits the restarts.
         """
@@ -82,10 +81,7 @@ class GeneratorPool:
         self.store = store
         self.parity = parity
         self._drains = drains
-        self._has_adapters = has_adapters
         self._keeps_base = keeps_base
-        self._has_pushed_base = False
-        """True if this trainer has pushed what its adapters stand beside."""
         self._base_model = RUN
         """A model with this base."""
         self._base_id: int | None = None
@@ -129,27 +125,13 @@ class GeneratorPool:
             ]
             await asyncio.wait(restarts, return_when=asyncio.FIRST_COMPLETED)
 
-    async def push(
-        self,
-        *,
-        model_id: str = RUN,
-        version: int | None = None,
-        has_adapter: bool | None = None,
-    ) -> int:
+    async def push(self, *, model_id: str = RUN, version: int | None = None) -> int:
         """Push the weights of the run, or those of a model by id under the version given.
 
         Every trainer rank stores its shard; then the version can be pulled, and is returned. The
         trainer's logprobs of the parity text are requested at once, for the weights that are
-        pushed. Of a model whose adapters are served beside its base they alone are pushed, after
-        the base with the first of them.
-
-        Args:
-            has_adapter: the model is such a one; None for that of a run.
+        pushed. Of a model whose adapters are served beside its base they alone are pushed.
         """
-        serves_apart = self._has_adapters if has_adapter is None else has_adapter
-        base: asyncio.Future[None] | None = None
-        if serves_apart and not self._has_pushed_base:
-            base = asyncio.ensure_future(self._push_base(model_id))
         # Both calls are sent here and now, before anything else that the trainer is asked for. The
         # logprobs are awaited while the generators pull.
         push = asyncio.ensure_future(
@@ -168,9 +150,10 @@ class GeneratorPool:
                 )
             )
         try:
-            if base is not None:
-                await base
-            pushed = self.store.announce(await push).version
+            snapshot = self.store.announce(await push)
+            pushed = snapshot.version
+            if self._keeps_base and snapshot.adapter is not None:
+                await self._hold_base(snapshot.adapter.base_id)
         except BaseException:
             # Nobody will await the logprobs of a version that does not exist.
             if expected is not None:
@@ -223,9 +206,7 @@ class GeneratorPool:
         """
         async with self._pulling:
             up = [self.members[number] for number in self.list_up()]
-            if self._base_id is None:
-                await self.trainer.wait_while_alive(self._push_base(model_id), "push of the base")
-            assert self._base_id is not None
+            self._base_model = model_id
             await self.trainer.wait_while_alive(
                 self.bring_base(up, base_id=self._base_id), "pull of the base"
             )
@@ -257,7 +238,7 @@ class GeneratorPool:
         """Prevent pulls while the store is replaced; forget all versions of the lost trainer."""
         async with self._pulling:
             self._version = None
-            self._has_pushed_base, self._base_id = False, None
+            self._base_id = None
             # A version number may return with other weights: its logprobs must not.
             while self._expected:
                 await _give_up(self._expected.popitem()[1])
@@ -356,32 +337,15 @@ class GeneratorPool:
         check_sums(version=snapshot.version, pushed=snapshot.sums, pulled=pulled)
         return [group for group, _ in answers], lost
 
-    def _push_base(self, model_id: str) -> Coroutine[Any, Any, None]:
-        """Put the weights that the adapters of a model stand beside into the store.
-
-        The call is sent at once, as that of `push`.
-        """
-        call = self.trainer.call(
-            PolicyTrainer.push_model_state_dict, model_id=model_id, version=BASE, timeout="sync_s"
-        )
-        self._has_pushed_base, self._base_model = True, model_id
-
-        async def announce() -> None:
-            try:
-                self._base_id = self.store.announce(await call).base_id
-            except BaseException:
-                self._has_pushed_base = False
-                raise
-
-        return announce()
-
-    async def bring_base(self, generators: Sequence[ActorGroup], *, base_id: int) -> None:
+    async def bring_base(self, generators: Sequence[ActorGroup], *, base_id: int | None) -> None:
         """Let generators that hold other weights pull the base with this checksum.
 
         It stays in the store only while some generator lacks it: a copy there is as large as the
-        model.
+        model. None: whatever base the trainer has.
         """
         async with self._bringing:
+            if base_id is None:
+                base_id = (await self._hold_base(None)).base_id
             answers, _ = await _gather_answers(
                 generators,
                 [
@@ -392,17 +356,32 @@ class GeneratorPool:
             # Asked rather than remembered: a generator forgets it in a restart or a sleep.
             lacking = [group for group, ids in answers if set(ids) != {base_id}]
             if lacking:
-                if BASE not in self.store.versions():
-                    await self._push_base(self._base_model)
-                snapshot = self.store.snapshot(BASE)
-                if snapshot.base_id != base_id:
-                    raise WeightParityError(
-                        f"the base's checksum is {snapshot.base_id}, and the adapter was trained "
-                        f"on {base_id}: the frozen weights of the trainer have changed"
-                    )
-                await self._pull(snapshot, lacking)
+                await self._pull(await self._hold_base(base_id), lacking)
             if BASE in self.store.versions() and not self._keeps_base:
                 await self.store.delete(BASE)
+
+    async def _hold_base(self, base_id: int | None) -> Snapshot:
+        """Return the base with this checksum, which the trainer pushes if the store lacks it."""
+        if BASE in self.store.versions():
+            snapshot = self.store.snapshot(BASE)
+            if base_id in (None, snapshot.base_id):
+                return snapshot
+        # A checkpoint brought another one, or a push of it failed half way.
+        await self.store.delete(BASE)
+        shards = await self.trainer.call(
+            PolicyTrainer.push_model_state_dict,
+            model_id=self._base_model,
+            version=BASE,
+            timeout="sync_s",
+        )
+        snapshot = self.store.announce(shards)
+        self._base_id = snapshot.base_id
+        if base_id not in (None, snapshot.base_id):
+            raise WeightParityError(
+                f"the base's checksum is {snapshot.base_id}, and the adapter was trained on "
+                f"{base_id}: the frozen weights of the trainer have changed since its push"
+            )
+        return snapshot
 
     async def _compare(
         self, snapshot: Snapshot, generators: Sequence[ActorGroup]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,10 +40,9 @@ from rl.distributed.sharding import local_tensor
 from rl.models.batch_invariant.probe import check_machine, has_equal_bits
 from rl.models.files.hf import read_hf_config
 from rl.models.lora import LoRA
-from rl.models.low_rank.bank import AdapterBank
 from rl.models.low_rank.layer import Factors
-from rl.models.low_rank.shapes import AdapterShapes
-from rl.models.low_rank.types import NONE
+from rl.models.low_rank.shapes import KnownShapes
+from rl.models.low_rank.types import NONE, Bank
 from rl.models.spec import ModelSpec
 from rl.types import FinishReason
 from rl.utils.load import ComputeThreads
@@ -106,8 +105,7 @@ class VLLMCore:
         """Adapters of the requests that have one, which do not change while they run."""
         self._newest_adapter: int | None = None
         """Adapter of requests that ask for none; None: the weights alone."""
-        self._shapes: dict[str, AdapterShapes] = {}
-        """Shapes of adapters by their settings."""
+        self._shapes = KnownShapes(model_spec, mesh=self._policy.tp_mesh)
         call_before_forwards(runner, self._assign_adapters)
 
         self._caches: list[Tensor] = list(runner.kv_caches)
@@ -136,20 +134,16 @@ class VLLMCore:
 
     def prepare_adapter(self, lora: LoRA.Config) -> Adapter:
         """Return an adapter with these settings to be filled; raise ValueError as `LoRA`."""
-        settings = repr(replace(lora, seed=0, initial_adapter=None))
-        if settings not in self._shapes:
-            self._shapes[settings] = AdapterShapes(
-                self._policy.spec, lora, mesh=self._policy.tp_mesh
-            )
+        shapes = self._shapes.find(lora)
         weight = local_tensor(self.model.embed_tokens.weight)
-        tensors = self._shapes[settings].allocate(weight.dtype, device=weight.device)
-        factors = self._shapes[settings].read(tensors)
+        tensors = shapes.allocate(weight.dtype, device=weight.device)
+        factors = shapes.read(tensors)
         return Adapter(
             tensors=tensors, factors=factors, num_bytes=self.adapters.count_bytes(factors)
         )
 
     @property
-    def adapters(self) -> AdapterBank:
+    def adapters(self) -> Bank:
         """The adapters that are loaded."""
         return self._policy.use_adapters()
 

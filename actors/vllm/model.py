@@ -39,8 +39,8 @@ from rl.models.decoder import find_persistent_buffers, reset_buffers
 from rl.models.files.hf import read_hf_config
 from rl.models.layers.attention import SequenceLayout
 from rl.models.layers.moe import GroupedExperts
-from rl.models.low_rank.bank import AdapterBank
-from rl.models.low_rank.types import HEAD, NONE
+from rl.models.low_rank.choice import make_bank
+from rl.models.low_rank.types import HEAD, NONE, Bank
 from rl.models.parallelize import (
     ShardedLinear,
     gather_parts,
@@ -108,7 +108,7 @@ class VLLMPolicy(nn.Module):
         reset_buffers(self.model)
         self.model.requires_grad_(False)
 
-        self.bank: AdapterBank | None = None
+        self.bank: Bank | None = None
         """Adapters beside the weights; None until the first one comes."""
         self._versions_T: np.ndarray | None = None
         """Versions of the next step's rows."""
@@ -135,18 +135,19 @@ class VLLMPolicy(nn.Module):
     def _list_packed_layers(self) -> list[PackedLinear]:
         return [layer for layer in self.modules() if isinstance(layer, PackedLinear)]
 
-    def use_adapters(self) -> AdapterBank:
+    def use_adapters(self) -> Bank:
         """Return the adapters beside the weights; the first call attaches them to the layers."""
         if self.bank is None:
             layers: dict[str, nn.Module] = {}
             for name, layer in self.model.named_modules():
                 if isinstance(layer, ADAPTED_LAYERS) and name != HEAD:
                     layers[name] = layer
-            dtype = self.model.embed_tokens.weight.dtype
-            has_head = self.model.lm_head is not None
-            head_dtype = torch.float32 if self.spec.float32_head else dtype
-            self.bank = AdapterBank(
-                layers, dtype=dtype, head_dtype=head_dtype if has_head else None
+            weight = self.model.embed_tokens.weight
+            head_dtype: torch.dtype | None = None  # A tied head has no adapter of its own.
+            if self.model.lm_head is not None:
+                head_dtype = torch.float32 if self.spec.float32_head else weight.dtype
+            self.bank = make_bank(
+                layers, dtype=weight.dtype, head_dtype=head_dtype, device=weight.device
             )
         return self.bank
 
@@ -183,8 +184,8 @@ class VLLMPolicy(nn.Module):
         if self.bank is None or versions_T is None or not self.bank.has(HEAD):
             return hidden
         # vLLM selects rows before the head, whose adapter goes with them, as bits of two columns.
-        versions = torch.from_numpy(versions_T.astype(np.int32)).unsqueeze(1).view(hidden.dtype)
-        return torch.cat((hidden, versions), dim=1)
+        versions_T1 = torch.from_numpy(versions_T.astype(np.int32)).unsqueeze(1)
+        return torch.cat((hidden, versions_T1.view(hidden.dtype).to(hidden.device)), dim=1)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return logits [T, V] on every rank."""
@@ -201,9 +202,11 @@ class VLLMPolicy(nn.Module):
             part_TV = F.linear(hidden_TE, local_tensor(weight_VE))
         if versions.size(1):
             assert self.bank is not None, "only its versions are in the columns"
-            tiles = self.bank.sort(versions.contiguous().view(torch.int32).squeeze(1).numpy())
-            if tiles is not None:
-                self.bank.add_tiles(HEAD, hidden_TE, part_TV, tiles)
+            versions_T = versions.contiguous().view(torch.int32).squeeze(1).cpu().numpy()
+            # Rows that fill a tile have none.
+            padding = len(hidden_TE) - num_rows
+            versions_T = np.pad(versions_T, (0, padding), constant_values=NONE)
+            self.bank.add_to_rows(HEAD, hidden_TE, part_TV, versions_T)
         if self.shares_logits:
             return tensor_model_parallel_all_gather(part_TV)
         return gather_parts(part_TV, weight_VE)[:num_rows]

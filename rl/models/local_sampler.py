@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,16 +15,14 @@ from rl.models.decoder import Decoder, reset_buffers
 from rl.models.draw_calls import SharedDrawing
 from rl.models.generate import DivergedWeightsError, PromptLogprobs, prompt_logprobs
 from rl.models.layers.moe import GroupedExperts
-from rl.models.low_rank.shapes import AdapterShapes
+from rl.models.low_rank.choice import make_bank
+from rl.models.low_rank.shapes import KnownShapes
 from rl.models.low_rank.types import HEAD, NONE, Bank
 from rl.models.spec import ModelSpec
 from rl.types import BASE
 
 if TYPE_CHECKING:
     from rl.models.lora import LoRA
-
-MAX_SHAPES = 64
-"""Settings of adapters whose shapes are remembered."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -61,8 +59,7 @@ class LocalSampler:
         """Version of the weights in the model; `BASE` for those beside adapters."""
         self.newest = NONE
         """Adapter of calls that name no version."""
-        self._shapes: dict[str, AdapterShapes] = {}
-        """Shapes of adapters by their settings."""
+        self._shapes = KnownShapes(spec, mesh=None)
         with torch.device("meta"):
             model: Decoder = spec.model.build()
             make_batch_invariant(model, spec=spec, device=device)
@@ -125,16 +122,9 @@ class LocalSampler:
         pushed = self.pushed.get(version)
         if pushed is None or pushed.lora is None or not pushed.tensors:
             return
-        # Seeds and folders change no shape.
-        settings = repr(replace(pushed.lora, seed=0, initial_adapter=None))
-        if settings not in self._shapes:
-            # Clients choose the settings, of which there are more than need to be remembered.
-            if len(self._shapes) == MAX_SHAPES:
-                self._shapes.clear()
-            self._shapes[settings] = AdapterShapes(self._spec, pushed.lora, mesh=None)
         if self.model.bank is None:
             self.model.bank = self._make_bank()
-        self.model.bank.load(version, self._shapes[settings].read(pushed.tensors))
+        self.model.bank.load(version, self._shapes.find(pushed.lora).read(pushed.tensors))
         # The bank has copies in the order of its kernel.
         pushed.tensors = {}
 
@@ -146,14 +136,7 @@ class LocalSampler:
         head_dtype: torch.dtype | None = None  # A tied head has no adapter of its own.
         if self.model.lm_head is not None:
             head_dtype = torch.float32 if self._spec.float32_head else self._dtype
-        # Imported here, because only adapters on a CPU need numba.
-        if self._device.type == "cpu":
-            from rl.models.low_rank.bank import AdapterBank
-
-            return AdapterBank(layers, dtype=self._dtype, head_dtype=head_dtype)
-        from rl.models.low_rank.plain_bank import PlainBank
-
-        return PlainBank(layers, dtype=self._dtype, head_dtype=head_dtype)
+        return make_bank(layers, dtype=self._dtype, head_dtype=head_dtype, device=self._device)
 
     # Draws
 

@@ -17,7 +17,7 @@ GPU.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 
 import numpy as np
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rl.types import BoxSum
 from rl.utils.tensor_memory import get_memory
-from rl.weights.boxes import Box
+from rl.weights.boxes import Box, select_parts_to_push
 from rl.weights.types import WeightParityError
 
 _SLAB_ELEMENTS = 2**24
@@ -192,6 +192,22 @@ def digest_sums(boxes: Iterable[BoxSum]) -> int:
         weight = int.from_bytes(hashlib.sha256(kind).digest()[:8], "little") | 1
         total += weight * box.value
     return total % 2**64
+
+
+def digest_tensors(
+    state_dict: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    buffer_names: Collection[str],
+    rank: int,
+) -> int:
+    """Return this rank's part of the checksum of what `WeightStore.push` would send."""
+    sums: list[BoxSum] = []
+    for part in select_parts_to_push(state_dict, dtype=dtype, buffer_names=buffer_names, rank=rank):
+        box, cast = part.box, part.local.to(part.dtype)
+        value = checksum(cast, global_shape=box.global_shape, offsets=box.offsets)
+        sums.append(make_box_sum(part.name, box, dtype=part.dtype, value=value))
+    return digest_sums(sums)
 
 
 def check_sums(

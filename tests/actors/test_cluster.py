@@ -6,7 +6,7 @@ stay the same.
 
 import asyncio
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -47,11 +47,10 @@ pytestmark = [pytest.mark.medium, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    generator = {f.name: getattr(CONFIG.generator, f.name) for f in fields(CONFIG.generator)}
     config = replace(
         CONFIG,
         trainer=replace(CONFIG.trainer, num_threads=2),
-        generator=MisusedGenerator.Config(**generator | {"can_sleep": True}),
+        generator=MisusedGenerator.Config.like(CONFIG.generator, can_sleep=True),
     )
     with monarch_meshes() as meshes:
         running = RunningCluster(meshes, tmp_path_factory.mktemp("cluster"), config=config)

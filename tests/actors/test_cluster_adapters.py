@@ -4,39 +4,44 @@ Processes are killed in the middle of their work by the last tests.
 """
 
 import asyncio
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from actors.cluster.clients import GeneratorClient, TrainerClient
+from actors.cluster.publisher import GeneratorPool
+from actors.cluster.shared_devices import DeviceLock
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
+from rl.distributed.process_group import World
 from rl.models.lora import LoRA
 from rl.training.config import TrainingConfig
+from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
-from rl.types import BASE
+from rl.types import BASE, SamplingParams
 from rl.utils.errors import RunError
 from rl.utils.processes import kill
 from rl.weights.types import WeightParityError
-from tests.support.clusters import CONFIG, SPEC, RunningCluster, processes
+from tests.support.clusters import CONFIG, SPEC, TOKENS, RunningCluster, processes
 from tests.support.fleet_actors import DeadlyLoss, MisusedGenerator
 from tests.support.monarch_meshes import monarch_meshes
 
+LORA = LoRA.Config(rank=4, alpha=8.0)
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    generator = {f.name: getattr(CONFIG.generator, f.name) for f in fields(CONFIG.generator)}
     config = replace(
         CONFIG,
         trainer=PolicyTrainer.Config(
             optimizer=Optimizer.Config(lr=1e-1),
             training=TrainingConfig(max_tokens_per_microbatch=512),
-            converters=(LoRA.Config(rank=4, alpha=8.0),),
+            converters=(LORA,),
         ),
-        generator=MisusedGenerator.Config(**generator),
+        generator=MisusedGenerator.Config.like(CONFIG.generator, can_sleep=True),
         reward=RewardActor.Config(num_procs=0),
     )
     with monarch_meshes() as meshes:
@@ -95,6 +100,73 @@ def test_stale_adapter_is_not_served(running):
         running.run(misuse())
     running.run(running.train())
     running.run(running.publish())
+
+
+def test_base_of_a_loaded_checkpoint_is_pushed_to_the_generators(running, tmp_path):
+    """A checkpoint of a run on other weights: they come with its adapter."""
+    other = TrainingEngine(
+        config=TrainingEngine.Config(
+            training=TrainingConfig(max_tokens_per_microbatch=512, seed=5), converters=(LORA,)
+        ),
+        model_spec=SPEC,
+        hf_assets_path=None,
+        world=World(),
+        device="cpu",
+    )
+    other.save_checkpoint(str(tmp_path / "other"))
+
+    async def steps():
+        await running.trainer.save_checkpoint(str(tmp_path / "own"))
+        before = await running.draw()
+        await running.trainer.load_checkpoint(str(tmp_path / "other"))
+        await running.publish()
+        drawn = await running.draw()
+        # Its version number comes back, for the same weights.
+        await running.cluster.store.delete(
+            await running.trainer.load_checkpoint(str(tmp_path / "own"))
+        )
+        await running.publish()
+        return before, drawn, await running.draw()
+
+    before, drawn, after = running.run(steps())
+    assert [tokens for tokens, *_ in drawn] != [tokens for tokens, *_ in before]
+    assert [row[:2] for row in after] == [row[:2] for row in before]
+
+
+def test_generators_that_share_devices_get_the_base_again_after_they_slept(running, tmp_path):
+    cluster, groups = running.cluster, running.pool.members
+
+    async def steps():
+        await asyncio.gather(*(group.call("sleep", timeout="sync_s") for group in groups))
+        lock = DeviceLock(
+            trainer=cluster.trainer,
+            generators=groups,
+            pull=lambda version, generators: pool.pull_and_check(version, generators=generators),
+        )
+        trainer = TrainerClient(lock.trainer)
+        pool = GeneratorPool(
+            lock.generators,
+            trainer=lock.trainer,
+            store=cluster.store,
+            parity=running.pool.parity,
+            keeps_base=True,
+        )
+        diffs = []
+        for _ in range(2):
+            await trainer.optim_step(allow_empty=True)
+            diffs.append((await pool.pull(await pool.push())).parity_diff)
+            # The generators sleep here and pull both again.
+            await trainer.save_checkpoint(str(tmp_path / f"between{len(diffs)}"))
+            await GeneratorClient(pool.members[1]).generate(
+                TOKENS[:1], sampling=SamplingParams(max_tokens=2)
+            )
+        await trainer.optim_step(allow_empty=True)
+        await asyncio.gather(*(group.call("wake", timeout="sync_s") for group in groups))
+        await cluster.store.delete(BASE)
+        await running.publish()
+        return diffs
+
+    assert running.run(steps()) == [0.0, 0.0]
 
 
 def test_generator_killed_in_a_pull_comes_back_with_base_and_adapter(running):

@@ -21,8 +21,8 @@ from rl.training.engine import TrainingEngine
 from rl.types import SamplingParams
 from rl.weights.types import WeightMismatchError
 from tests.actors.test_vllm_batch_invariant import as_sample, same
-from tests.support.policies import prompts_of, random_model, small_spec
-from tests.support.served_engine import serve_engine
+from tests.support.policies import prompts_of, random_model, small_spec, writer
+from tests.support.served_engine import serve_engine, write_factors
 
 pytestmark = pytest.mark.medium
 
@@ -59,36 +59,20 @@ def make_trainer(lora, *, seed, dtype="bfloat16"):
 TRAINERS = {version: make_trainer(lora, seed=version) for version, lora in LORAS.items()}
 
 
-def write_from(trainer):
-    async def write(tensors):
-        source = trainer.policy.adapter_state_dict()
-        assert tensors.keys() == source.keys()
-        for name, target in tensors.items():
-            target.copy_(source[name])
-
-    return write
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     with serve_engine(
         tmp_path_factory.mktemp("engine"), SPEC, max_num_seqs=64, dtype="bfloat16", num_threads=2
     ) as served:
-        served.run(served.engine.update_weights(weights_of(), version=-1, base_id=BASE_ID))
+        served.run(served.engine.update_weights(writer(MODEL), version=-1, base_id=BASE_ID))
         for version, trainer in TRAINERS.items():
             served.run(load(served.engine, version, trainer, is_newest=False))
         yield served
 
 
-def weights_of():
-    from tests.support.policies import writer
-
-    return writer(MODEL)
-
-
 def load(engine, version, trainer, **options):
     return engine.load_adapter(
-        write_from(trainer),
+        write_factors(trainer),
         version=version,
         lora=trainer.policy.lora.config,
         **{"base_id": BASE_ID} | options,
@@ -237,7 +221,9 @@ def test_adapters_that_do_not_belong_here_are_refused_and_change_nothing(served)
         served.run(load(engine, 9, trainer, base_id=BASE_ID + 1))
     lora = LoRA.Config(rank=65)
     with pytest.raises(ValueError, match=r"adapter 9 has rank 65.*max_lora_rank=64"):
-        served.run(engine.load_adapter(write_from(trainer), version=9, lora=lora, base_id=BASE_ID))
+        served.run(
+            engine.load_adapter(write_factors(trainer), version=9, lora=lora, base_id=BASE_ID)
+        )
     with pytest.raises(MissingAdapterError, match=r"adapter 9 is not loaded here"):
         sample(served, [9])
 

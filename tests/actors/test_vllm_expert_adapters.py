@@ -16,7 +16,7 @@ from rl.training.engine import TrainingEngine
 from rl.types import Completion, SamplingParams
 from tests.actors.test_vllm_batch_invariant import as_sample
 from tests.support.policies import prompts_of, random_model, small_spec, writer
-from tests.support.served_engine import serve_engine
+from tests.support.served_engine import serve_engine, write_factors
 
 pytestmark = pytest.mark.medium
 
@@ -50,16 +50,6 @@ def make_trainer(lora, *, seed):
     return engine
 
 
-def write_from(trainer):
-    async def write(tensors):
-        source = trainer.policy.adapter_state_dict()
-        assert tensors.keys() == source.keys()
-        for name, target in tensors.items():
-            target.copy_(source[name])
-
-    return write
-
-
 def test_trainer_computes_the_logprobs_that_a_mixture_was_sampled_with(tmp_path):
     """Requests of three adapters, and of none, are drawn in the same steps."""
     trainers = {version: make_trainer(lora, seed=version) for version, lora in LORAS.items()}
@@ -75,7 +65,7 @@ def test_trainer_computes_the_logprobs_that_a_mixture_was_sampled_with(tmp_path)
         async def draw():
             for version, trainer in trainers.items():
                 await engine.load_adapter(
-                    write_from(trainer),
+                    write_factors(trainer),
                     version=version,
                     lora=LORAS[version],
                     base_id=BASE_ID,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from monarch.actor import endpoint
@@ -21,7 +21,10 @@ from rl.weights.store import Snapshot
 class MisusedGenerator(VLLMGenerator):
     @dataclass(kw_only=True, slots=True)
     class Config(VLLMGenerator.Config):
-        pass
+        @classmethod
+        def like(cls, config: VLLMGenerator.Config, **changes: Any) -> MisusedGenerator.Config:
+            """Return the settings of a generator, with changes, for this class."""
+            return cls(**{f.name: getattr(config, f.name) for f in fields(config)} | changes)
 
     @endpoint
     async def misuse_next_pull(self, stale: Snapshot | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,11 +13,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from actors.vllm.engine import GeneratorEngine
 from rl.distributed.process_group import World
 from rl.models.decoder import Decoder
 from rl.models.spec import ModelSpec
+from rl.training.engine import TrainingEngine
 from rl.types import Completion, SamplingParams
 from tests.support.policies import config_folder, writer
 
@@ -62,6 +64,18 @@ def make_engine(folder: Path, spec: ModelSpec, **settings: Any) -> GeneratorEngi
     defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "cpu_kv_cache_gib": 0.05}
     config = GeneratorEngine.Config(**defaults | settings)
     return GeneratorEngine(config=config, model_spec=spec, hf_assets_path=path, world=world)
+
+
+def write_factors(trainer: TrainingEngine) -> Callable[[dict[str, Tensor]], Awaitable[None]]:
+    """Return an argument for `GeneratorEngine.load_adapter` that copies this trainer's adapter."""
+
+    async def write(tensors: dict[str, Tensor]) -> None:
+        source = trainer.policy.adapter_state_dict()
+        assert tensors.keys() == source.keys()
+        for name, target in tensors.items():
+            target.copy_(source[name])
+
+    return write
 
 
 def begin_steps_ahead(patch: pytest.MonkeyPatch) -> None:

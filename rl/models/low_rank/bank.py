@@ -1,7 +1,7 @@
 """Many adapters beside one base model, for sampling: each row of a batch takes the products of its
 own.
 
-    bank = AdapterBank(model, dtype=torch.float32)
+    bank = AdapterBank(layers, dtype=torch.float32)
     bank.load(7, factors)                        # version 7, between two forwards
     bank.begin(np.array([7, 7, NONE, 3]))        # versions of the rows of the next forward
     model(ids, positions=positions)              # layers add the products to their outputs
@@ -17,16 +17,14 @@ Shape legend: T rows of a forward, S copies of them in the order of their expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl.models.layers.moe import DOWN, GATE_UP, GroupedExperts
+from rl.models.low_rank.attach import AttachedBank
 from rl.models.low_rank.kernel import NUM_FIELDS
 from rl.models.low_rank.layer import Factors
 from rl.models.low_rank.products import (
@@ -36,8 +34,7 @@ from rl.models.low_rank.products import (
     count_packed,
     pack_factors,
 )
-from rl.models.low_rank.types import HEAD, NONE
-from rl.models.parallelize import ShardedLinear
+from rl.models.low_rank.types import NONE
 
 FIRST_SLOTS = 16
 ALIGNMENT = 64
@@ -53,11 +50,8 @@ class _Loaded:
     num_bytes: int
 
 
-class AdapterBank:
-    """The adapters that a model can sample with, and the hooks that add their products.
-
-    Between `begin` and the end of a forward nothing may be loaded or dropped.
-    """
+class AdapterBank(AttachedBank):
+    """The adapters that a model can sample with on a CPU, and their products by the kernel."""
 
     def __init__(
         self,
@@ -66,22 +60,9 @@ class AdapterBank:
         dtype: torch.dtype,
         head_dtype: torch.dtype | None = None,
     ) -> None:
-        """Attach to these layers of a model, by name: linear layers and experts.
-
-        Args:
-            dtype: of the base's products, in which adapters are kept too; float16 is widened.
-            head_dtype: of the output head's products, for which a caller uses `add_tiles`; None
-                takes no adapters for it.
-        """
-        self._dtypes: dict[str, torch.dtype] = {}
-        for name, layer in layers.items():
-            if isinstance(layer, GroupedExperts):
-                self._attach_experts(name, layer, dtype=_widen(dtype))
-            else:
-                self._dtypes[name] = _widen(dtype)
-                _attach(layer, partial(self.add_to, name))
-        if head_dtype is not None:
-            self._dtypes[HEAD] = _widen(head_dtype)
+        """Attach to layers as an `AttachedBank`; factors in float16 are kept in float32."""
+        head_dtype = None if head_dtype is None else _widen(head_dtype)
+        super().__init__(layers, dtype=_widen(dtype), head_dtype=head_dtype)
         self.versions: dict[int, _Loaded] = {}
         self._tables: dict[str, np.ndarray] = {}
         """By layer: entries of the kernel's table, one row a slot."""
@@ -96,31 +77,18 @@ class AdapterBank:
         """Adapters of the rows of the forward, -1 for none."""
         self._of_experts: tuple[Tensor, Tiles] | None = None
         """Copies in the latest mixture, by adapter and expert; and the tensor with their tokens."""
-        for name in self._dtypes:
+        for name in self.dtypes:
             self._tables[name] = np.zeros((FIRST_SLOTS, NUM_FIELDS), dtype=np.int64)
             self._work[name] = 0
 
     def count_bytes(self, factors: Mapping[str, Factors]) -> int:
-        """Return the memory that an adapter takes.
-
-        Raises ValueError for a layer that takes no adapters.
-        """
-        unknown = sorted(factors.keys() - self._dtypes.keys())
-        if unknown:
-            raise ValueError(
-                f"the adapter has factors for {unknown[0]}, which takes none here: must be of "
-                f"{', '.join(sorted(self._dtypes))}"
-            )
+        """Return the memory that an adapter takes; raise ValueError as `check_layers`."""
+        self.check_layers(factors)
         num_bytes = 0
         for name, of_layer in factors.items():
             for shape in count_packed(of_layer):
-                num_bytes += _count_aligned_bytes(shape, self._dtypes[name])
+                num_bytes += _count_aligned_bytes(shape, self.dtypes[name])
         return num_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all adapters."""
-        return sum(loaded.num_bytes for loaded in self.versions.values())
 
     def has(self, layer: str) -> bool:
         """Return whether an adapter has factors for a layer."""
@@ -141,7 +109,7 @@ class AdapterBank:
         begin = 0
         for name, of_layer in factors.items():
             parts: list[Tensor] = []
-            dtype = self._dtypes[name]
+            dtype = self.dtypes[name]
             for shape in count_packed(of_layer):
                 end = begin + shape.numel() * dtype.itemsize
                 parts.append(memory[begin:end].view(dtype).view(shape))
@@ -175,11 +143,6 @@ class AdapterBank:
         self._tiles = Tiles.of(self._slots_T) if (self._slots_T >= 0).any() else None
         self._versions_T, self._of_experts = versions_T.copy(), None
 
-    def sort(self, versions_T: np.ndarray) -> Tiles | None:
-        """Return rows by adapter, None if no row has one."""
-        slots_T = self._find_slots(versions_T)
-        return Tiles.of(slots_T) if (slots_T >= 0).any() else None
-
     def _find_slots(self, versions_T: np.ndarray) -> np.ndarray:
         slots_T = np.full(len(versions_T), -1, dtype=np.int64)
         for version in np.unique(versions_T).tolist():
@@ -188,14 +151,12 @@ class AdapterBank:
         return slots_T
 
     def add_to(self, name: str, x_TI: Tensor, out_TO: Tensor) -> None:
-        """Add the products of the present forward's rows to a layer's output, in place."""
         if self._tiles is not None:
-            self.add_tiles(name, x_TI, out_TO, self._tiles)
+            self._add_tiles(name, x_TI, out_TO, self._tiles)
 
     def add_to_experts(
         self, name: str, out_SO: Tensor, x_SI: Tensor, ends_N: Tensor, tokens_S: Tensor | None
     ) -> Tensor:
-        """Add the products of experts to the output of the present forward's copies, in place."""
         assert tokens_S is not None, "a sampler's experts see rows of their own forward alone"
         if self._tiles is None:
             return out_SO
@@ -206,27 +167,22 @@ class AdapterBank:
             slots_S = self._slots_T[tokens_S.numpy()]
             tiles = Tiles.of(slots_S, experts_S, num_experts=len(num_rows_N))
             self._of_experts = tokens_S, tiles
-        self.add_tiles(name, x_SI, out_SO, self._of_experts[1])
+        self._add_tiles(name, x_SI, out_SO, self._of_experts[1])
         return out_SO
 
     def add_to_rows(self, name: str, x_TI: Tensor, out_TO: Tensor, versions_T: np.ndarray) -> None:
         """Add the products of a layer for rows of these versions, in place."""
-        tiles = self.sort(versions_T) if self.has(name) else None
-        if tiles is not None:
-            self.add_tiles(name, x_TI, out_TO, tiles)
+        slots_T = self._find_slots(versions_T)
+        if self.has(name) and (slots_T >= 0).any():
+            self._add_tiles(name, x_TI, out_TO, Tiles.of(slots_T))
 
-    def add_tiles(self, name: str, x_TI: Tensor, out_TO: Tensor, tiles: Tiles) -> None:
+    def _add_tiles(self, name: str, x_TI: Tensor, out_TO: Tensor, tiles: Tiles) -> None:
         """Add the products of a layer for these rows, in place."""
-        dtype = self._dtypes[name]
+        dtype = self.dtypes[name]
         x, out = x_TI.to(dtype).contiguous(), out_TO.to(dtype)
         add_products(x, out, tiles, self._tables[name], self._scales, work=self._work[name])
         if out is not out_TO:
             out_TO.copy_(out)
-
-    def _attach_experts(self, name: str, experts: GroupedExperts, *, dtype: torch.dtype) -> None:
-        for leaf in (GATE_UP, DOWN):
-            self._dtypes[f"{name}.{leaf}"] = dtype
-            experts.adapters[leaf] = partial(self.add_to_experts, f"{name}.{leaf}")
 
     def _take_slot(self) -> int:
         if not self._free:
@@ -245,15 +201,3 @@ def _widen(dtype: torch.dtype) -> torch.dtype:
 def _count_aligned_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
     """Return the bytes of a tensor, up to where the next one may begin."""
     return -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-
-
-def _attach(layer: nn.Module, add: Callable[[Tensor, Tensor], None]) -> None:
-    """Let a layer add products to its output."""
-    if isinstance(layer, ShardedLinear):
-        layer.adapt = add  # Before the sum over ranks.
-        return
-
-    def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-        add(args[0], out)
-
-    layer.register_forward_hook(hook)

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl.models.layers.moe import DOWN, GATE_UP, GroupedExperts
+from rl.models.low_rank.attach import AttachedBank
 from rl.models.low_rank.layer import Factors
-from rl.models.low_rank.types import HEAD
 
 
-class PlainBank:
+class PlainBank(AttachedBank):
     """An `AdapterBank` that multiplies adapter by adapter, each with its own rows."""
 
     def __init__(
@@ -31,21 +28,22 @@ class PlainBank:
         dtype: torch.dtype,
         head_dtype: torch.dtype | None = None,
     ) -> None:
-        """Attach to these layers of a model, by name; see `AdapterBank`."""
-        self._dtypes: dict[str, torch.dtype] = {}
-        for name, layer in layers.items():
-            if isinstance(layer, GroupedExperts):
-                for leaf in (GATE_UP, DOWN):
-                    self._dtypes[f"{name}.{leaf}"] = dtype
-                    layer.adapters[leaf] = partial(self._add_to_experts, f"{name}.{leaf}")
-            else:
-                self._dtypes[name] = dtype
-                layer.register_forward_hook(partial(self._add_to_output, name))
-        if head_dtype is not None:
-            self._dtypes[HEAD] = head_dtype
+        super().__init__(layers, dtype=dtype, head_dtype=head_dtype)
         self.versions: dict[int, dict[str, Factors]] = {}
         self._versions_T = np.empty(0, dtype=np.int64)
         """Versions of the rows of the present forward."""
+
+    def has(self, layer: str) -> bool:
+        """Return whether an adapter has factors for a layer."""
+        return any(layer in factors for factors in self.versions.values())
+
+    def count_bytes(self, factors: Mapping[str, Factors]) -> int:
+        """Return the memory that an adapter takes; raise ValueError as `check_layers`."""
+        self.check_layers(factors)
+        num_bytes = 0
+        for name, of_layer in factors.items():
+            num_bytes += (of_layer.a.numel() + of_layer.b.numel()) * self.dtypes[name].itemsize
+        return num_bytes
 
     def load(self, version: int, factors: Mapping[str, Factors]) -> None:
         """Take an adapter, given its factors by layer; they are copied.
@@ -54,13 +52,11 @@ class PlainBank:
         """
         if version in self.versions:
             raise ValueError(f"adapter {version} is loaded already")
-        unknown = sorted(factors.keys() - self._dtypes.keys())
-        if unknown:
-            raise ValueError(f"the adapter has factors for {unknown[0]}, which takes none here")
+        self.check_layers(factors)
         copies: dict[str, Factors] = {}
         for name, given in factors.items():
-            a = given.a.detach().to(self._dtypes[name], copy=True)
-            b = given.b.detach().to(self._dtypes[name], copy=True)
+            a = given.a.detach().to(self.dtypes[name], copy=True)
+            b = given.b.detach().to(self.dtypes[name], copy=True)
             copies[name] = replace(given, a=a, b=b, rows_ON=given.rows_ON.to(a.device))
         self.versions[version] = copies
 
@@ -91,10 +87,10 @@ class PlainBank:
             if version not in self.versions:
                 raise KeyError(version)
 
-    def _add_to_output(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        self.add_to_rows(name, args[0], out, self._versions_T)
+    def add_to(self, name: str, x_TI: Tensor, out_TO: Tensor) -> None:
+        self.add_to_rows(name, x_TI, out_TO, self._versions_T)
 
-    def _add_to_experts(
+    def add_to_experts(
         self, name: str, out_SO: Tensor, x_SI: Tensor, ends_N: Tensor, tokens_S: Tensor | None
     ) -> Tensor:
         assert tokens_S is not None, "a sampler's experts see rows of their own forward alone"

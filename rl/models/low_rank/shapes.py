@@ -18,6 +18,9 @@ from rl.models.low_rank.layer import FACTORS, SUFFIX, Factors, LowRank, follow_b
 from rl.models.parallelize import parallelize_decoder_generator
 from rl.models.spec import ModelSpec
 
+MAX_SHAPES = 64
+"""Settings of adapters whose shapes are remembered."""
+
 
 class AdapterShapes:
     """Layers and shapes of all adapters with the same settings, in a sampler's layout."""
@@ -70,3 +73,23 @@ class AdapterShapes:
                 rows_ON=layer.take_local_rows(torch.device("cpu")),
             )
         return factors
+
+
+class KnownShapes:
+    """The shapes of a sampler's adapters, which are found once for adapters of equal settings."""
+
+    def __init__(self, spec: ModelSpec, *, mesh: DeviceMesh | None) -> None:
+        self._spec, self._mesh = spec, mesh
+        self._known: dict[str, AdapterShapes] = {}
+
+    def find(self, lora: LoRA.Config) -> AdapterShapes:
+        """Return the shapes of adapters with these settings; raise ValueError as `LoRA.convert`."""
+        # Seeds and folders change no shape.
+        settings = repr(replace(lora, seed=0, initial_adapter=None))
+        if settings not in self._known:
+            shapes = AdapterShapes(self._spec, lora, mesh=self._mesh)
+            # Clients choose the settings, of which there are more than need to be remembered.
+            if len(self._known) == MAX_SHAPES:
+                self._known.clear()
+            self._known[settings] = shapes
+        return self._known[settings]
