@@ -138,23 +138,32 @@ def find_model_faults(
     if has_lora(trainer.converters) and not resumes:
         with faults.collect():
             _check_adapter_folder(trainer.checkpoint)
-    for converter in trainer.converters:
-        if isinstance(converter, LoRA.Config) and converter.is_served_apart:
-            with faults.collect():
-                _check_served_adapter(converter, generator=config.generator, on_gpu=on_gpu)
     with faults.collect():
         _check_placement(config, num_gpus=num_gpus)
     with faults.collect():
-        build_converted_model(trainer, spec=spec, on_gpu=on_gpu)
+        _, converters = build_converted_model(trainer, spec=spec, on_gpu=on_gpu)
+        for converter in converters.members:
+            if isinstance(converter, LoRA) and converter.config.is_served_apart:
+                _check_served_adapter(converter, generator=config.generator, on_gpu=on_gpu)
     return faults
 
 
-def _check_served_adapter(lora: LoRA.Config, *, generator: GeneratorConfig, on_gpu: bool) -> None:
+def _check_served_adapter(lora: LoRA, *, generator: GeneratorConfig, on_gpu: bool) -> None:
     """Raise ValueError for adapters that the generators could not serve beside the base."""
-    if lora.rank > generator.max_lora_rank:
+    if lora.config.rank > generator.max_lora_rank:
         raise ValueError(
-            f"trainer.converters: LoRA has rank={lora.rank}, more than "
+            f"trainer.converters: LoRA has rank={lora.config.rank}, more than "
             f"generator.max_lora_rank={generator.max_lora_rank}: must be at most that"
+        )
+    # Requests that run keep the version before the newest one. Each rank has a share of most
+    # factors, so that this is the least that it holds.
+    itemsize = getattr(torch, generator.dtype).itemsize
+    needed = 2 * lora.count_numbers() * itemsize / generator.tensor_parallel_degree
+    if needed > generator.adapter_memory_gib * 2**30:
+        raise ValueError(
+            f"generator.adapter_memory_gib={generator.adapter_memory_gib:g}: two versions of the "
+            f"adapter of rank {lora.config.rank} take {needed / 2**30:.3g} GiB, must be at least "
+            "that"
         )
     if on_gpu and not generator.enforce_eager:
         raise ValueError(

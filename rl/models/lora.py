@@ -221,6 +221,11 @@ class LoRA(ModelConverter):
             # B is zero, so that the first policy is the plain model.
             local_tensor(adapter.lora_b).zero_()
 
+    def count_numbers(self) -> int:
+        """Return the size of all factors."""
+        adapters = self._adapters.values()
+        return sum(one.lora_a.numel() + one.lora_b.numel() for one in adapters)
+
     @property
     def names(self) -> set[str]:
         """Names of the factors among the model's parameters."""

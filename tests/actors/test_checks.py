@@ -120,6 +120,11 @@ def test_generators_need_cores_and_memory_of_a_machine_without_gpus(num_cores, g
         ({"merge": True}, {"num_gpus": 2}, None),
         ({"rank": 65}, {}, "LoRA has rank=65, more than generator.max_lora_rank=64"),
         ({"rank": 65}, {"generator__max_lora_rank": 65}, None),
+        (
+            {},
+            {"generator__adapter_memory_gib": 1e-4},
+            "generator.adapter_memory_gib=0.0001: two versions of the adapter of rank 16 take",
+        ),
         ({"rank": 65, "merge": True}, {"batch_invariant": False}, None),
         ({"merge": True}, {}, "trainer.converters.0=LoRA.Config: must be a converter that keeps"),
     ],

@@ -21,6 +21,7 @@ from rl.distributed.sharding import local_tensor, slice_local_shard
 from rl.models.decoder import Decoder
 from rl.models.generate import generate
 from rl.models.lora import LoRA
+from rl.models.low_rank.plain_bank import PlainBank
 from rl.models.low_rank.shapes import AdapterShapes
 from rl.types import SamplingParams
 from tests.support.distributed import run_ranks
@@ -155,9 +156,21 @@ async def use_adapters(engine: GeneratorEngine) -> dict[str, Any]:
     engine.give_up_adapters([20])
     await load(3, 40, is_newest=False)
     loaded = sorted(engine._core.adapters.versions)
+    # The bank of a GPU takes the place of the one with the kernel, whose adapter nobody uses.
+    engine._shelf._limit_bytes = 2**30
+    engine._core._policy.bank = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("actors.vllm.model.make_bank", make_plain_bank)
+        await load(1, 50, is_newest=False)
+    plain = await engine.generate(PROMPTS, sampling=SAMPLING, adapter=50)
     return {
         "kept": kept, "newest": newest, "load_failed": failed, "refused": refused, "loaded": loaded,
+        "plain": plain,
     }  # fmt: skip
+
+
+def make_plain_bank(layers: Any, *, device: torch.device, **dtypes: Any) -> PlainBank:
+    return PlainBank(layers, **dtypes)
 
 
 def factor_writer(seed: int) -> Any:
@@ -248,7 +261,11 @@ def test_update_that_fails_on_one_rank_fails_on_all(ranks):
 
 
 def test_ranks_serve_adapters_with_the_results_of_one_rank(ranks):
-    cases = (("kept", 1, 10, PROMPTS[:3], LONG), ("newest", 2, 20, PROMPTS, SAMPLING))
+    cases = (
+        ("kept", 1, 10, PROMPTS[:3], LONG),
+        ("newest", 2, 20, PROMPTS, SAMPLING),
+        ("plain", 1, 50, PROMPTS, SAMPLING),
+    )
     for name, seed, version, prompts, sampling in cases:
         errors = logprob_errors(add_adapter(OLD, seed), prompts, ranks[0][name], sampling)
         assert errors.max() <= 1e-4
