@@ -93,25 +93,29 @@ class AdapterShelf:
                 raise AdapterRoomError(
                     f"adapter {version} cannot be replaced: {users[version]} requests use it"
                 )
-            self._drop(version)
             dropped.append(version)
-        unused = [one for one in self._kept if not users[one] and one != self.newest]
+        others = [one for one in self._kept if one != version]
+        unused = [one for one in others if not users[one] and one != self.newest]
         unused.sort(key=lambda one: self._kept[one].last_use)
-        total = num_bytes + sum(kept.num_bytes for kept in self._kept.values())
+        total = num_bytes + sum(self._kept[one].num_bytes for one in others)
         # Rank 0 alone knows which requests wait for their first step: the turn tells the others.
         for one in unused:
             if total <= self._limit_bytes:
                 break
             total -= self._kept[one].num_bytes
-            self._drop(one)
             dropped.append(one)
         if total > self._limit_bytes:
             raise AdapterRoomError(self._explain(version, num_bytes, users))
+        # Only now: of a load that is refused nothing is dropped.
+        for one in dropped:
+            self._drop(one)
         return tuple(dropped)
 
     def _explain(self, version: int, num_bytes: int, users: Counter[int]) -> str:
         held: list[str] = []
         for one in self._kept:
+            if not users[one] and one != self.newest:
+                continue  # It would have made room.
             who = f"{users[one]} requests" if users[one] else "requests to come"
             held.append(f"{one} ({self._kept[one].num_bytes / 2**20:.4g} MiB, used by {who})")
         return (

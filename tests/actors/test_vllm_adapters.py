@@ -102,6 +102,23 @@ def test_adapters_in_one_batch_give_each_request_the_bits_that_it_has_alone(serv
     assert len(texts) == len(LORAS) + 1, "every adapter writes something else"
 
 
+def test_equal_prompts_of_several_adapters_that_begin_in_one_step_stay_apart(served):
+    """Rows that are equal are computed once, unless their adapters differ."""
+    prompts, sampling = prompts_of([5]), SamplingParams(max_tokens=4, seed=1)
+
+    async def draw(versions):
+        calls = [
+            served.engine.generate(prompts, sampling=sampling, adapter=version)
+            for version in versions
+        ]
+        return await asyncio.gather(*calls)
+
+    versions = [None, *LORAS]
+    together = served.run(draw(versions))
+    for version, completions in zip(versions, together, strict=True):
+        assert same(completions, *served.run(draw([version]))), version
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_trainer_computes_the_logprobs_that_were_sampled_with(served, temperature):
     together = sample(served, LORAS, temperature=temperature)
@@ -244,10 +261,12 @@ def test_least_recently_used_adapter_makes_room_but_never_one_in_use(served, mon
     sizes = {version: kept.num_bytes for version, kept in shelf._kept.items()}
     assert set(sizes) == set(LORAS)
     monkeypatch.setattr(shelf, "_limit_bytes", sum(sizes.values()))
-    for version in (101, 103, 102, 104):
+    for version in (103, 101, 102, 104):
         sample(served, [version], max_tokens=1)
     served.run(load(engine, 20, TRAINERS[101], is_newest=False))
-    assert set(shelf.versions) == {102, 103, 104, 20}, "101 was not used for longest"
+    assert set(shelf.versions) == {101, 102, 104, 20}, "103 was not used for longest"
+    served.run(load(engine, 103, TRAINERS[103], is_newest=False))
+    left = {*shelf.versions}
 
     # As large as all others, and 103 is in use.
     monkeypatch.setattr(shelf, "_limit_bytes", sizes[103])
@@ -262,9 +281,11 @@ def test_least_recently_used_adapter_makes_room_but_never_one_in_use(served, mon
         return await running
 
     completions = served.run(load_meanwhile())
+    # A load that was refused has dropped nothing, on the shelf or in the bank.
+    assert {*shelf.versions} == {*engine._core.adapters.versions} == left
     assert [len(c.token_ids) for [c] in completions] == [100, 100, 100]
     served.run(load(engine, 21, TRAINERS[103], is_newest=False))
-    assert shelf.versions == [21]
+    assert shelf.versions == [*engine._core.adapters.versions] == [21]
     assert same(
         completions, served.run(engine.generate(PROMPTS[:3], sampling=sampling, adapter=21))
     )
