@@ -150,10 +150,7 @@ class GeneratorPool:
                 )
             )
         try:
-            snapshot = self.store.announce(await push)
-            pushed = snapshot.version
-            if self._keeps_base and snapshot.adapter is not None:
-                await self._hold_base(snapshot.adapter.base_id)
+            pushed = self.store.announce(await push).version
         except BaseException:
             # Nobody will await the logprobs of a version that does not exist.
             if expected is not None:

@@ -142,13 +142,14 @@ async def use_adapters(engine: GeneratorEngine) -> dict[str, Any]:
     await load(1, 10)
     # No more than can run at once: requests that have not begun get the newest adapter.
     call = asyncio.create_task(engine.generate(PROMPTS[:3], sampling=LONG))
+    more = asyncio.create_task(engine.generate(PROMPTS[:3], sampling=LONG))
     await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=20), adapter=10)
     failed = await error_of(
         engine.load_adapter(fail_on_rank_1, version=30, lora=LORA, base_id=None)
     )
     await load(2, 20)
     later = engine.generate(PROMPTS, sampling=SAMPLING)
-    kept, newest = await asyncio.gather(call, later)
+    kept, begun_later, newest = await asyncio.gather(call, more, later)
     # Each rank has room for one: rank 0 decides which goes.
     engine._shelf._limit_bytes = 1
     refused = await error_of(load(3, 40))
@@ -165,7 +166,7 @@ async def use_adapters(engine: GeneratorEngine) -> dict[str, Any]:
     plain = await engine.generate(PROMPTS, sampling=SAMPLING, adapter=50)
     return {
         "kept": kept, "newest": newest, "load_failed": failed, "refused": refused, "loaded": loaded,
-        "plain": plain,
+        "plain": plain, "begun_later": begun_later,
     }  # fmt: skip
 
 
@@ -271,6 +272,16 @@ def test_ranks_serve_adapters_with_the_results_of_one_rank(ranks):
         assert errors.max() <= 1e-4
         assert errors.mean() <= 1e-5
         assert versions_of(ranks[0][name]) == {version}
+
+
+def test_requests_that_wait_for_room_begin_with_the_newest_adapter(ranks):
+    """12 requests run at once, so that some of the second nine begin after the next load."""
+    versions = [
+        set(completion.policy_versions.tolist())
+        for of_prompt in ranks[0]["begun_later"]
+        for completion in of_prompt
+    ]
+    assert {frozenset(of) for of in versions} == {frozenset({10}), frozenset({20})}
 
 
 def test_ranks_agree_on_the_adapters_that_are_loaded(ranks):
