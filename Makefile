@@ -7,7 +7,7 @@
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && exit; done; echo python3)
 ARGS ?=
-BENCH ?= grpo_vs_trl busy startup async_overlap time_to_reward weight_sync generator_step batch_invariant train_step observability controller ledger
+BENCH ?= grpo_vs_trl busy startup async_overlap time_to_reward weight_sync generator_step batch_invariant train_step observability controller ledger adapters adapter_steps
 SETUP := $(PYTHON) tools/setup_env.py
 RUN_PYTHON = $(shell $(SETUP) --python)
 # What reads a run needs no GPU builds: either environment will do.

@@ -117,7 +117,7 @@ class EngineSide:
         model = self.engine.policy.model
         assert isinstance(model, Decoder)
         sequences = draw_sequences(workload, vocab_size=model.config.vocab_size)
-        self.samples = [_sample(token_ids) for token_ids in sequences]
+        self.samples = [to_sample(token_ids) for token_ids in sequences]
 
     def step(self) -> float:
         result = self.engine.forward_backward(self.samples)
@@ -125,7 +125,7 @@ class EngineSide:
         return result.loss_sum / result.denominator
 
 
-def _sample(token_ids: np.ndarray) -> TrainingSample:
+def to_sample(token_ids: np.ndarray) -> TrainingSample:
     """Return a sample in which every token except the first is a target."""
     num_tokens = len(token_ids)
     return TrainingSample(

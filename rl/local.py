@@ -323,7 +323,10 @@ class LocalBackend(EngineClient):
         copies = self._cast(weights, engine, copy=True)
         pushed = self.sampler.pushed
         pushed.pop(version, None)  # A version that was loaded again moves to the end.
-        pushed[version] = Pushed(tensors=copies, lora=lora, merge_lost=merge_lost)
+        num_bytes = sum(tensor.nbytes for tensor in copies.values())
+        pushed[version] = Pushed(
+            tensors=copies, lora=lora, num_bytes=num_bytes, merge_lost=merge_lost
+        )
         return version
 
     def _copy_base(self, model_id: str) -> None:
@@ -370,7 +373,7 @@ class LocalBackend(EngineClient):
         pushed = self.sampler.pushed.get(policy_version)
         await self._run_in("generator", "pull", self.sampler.pull, policy_version)
         if pushed is not None:
-            self._served = PullResult(merge_lost=pushed.merge_lost)
+            self._served = PullResult(num_bytes=pushed.num_bytes, merge_lost=pushed.merge_lost)
         return self._served
 
 

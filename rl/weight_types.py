@@ -27,6 +27,8 @@ class PullResult:
     nats a token; None if it was not checked."""
     parity_s: float = 0.0
     """Seconds that the check took after the pulls."""
+    num_bytes: int | None = None
+    """Bytes of the version, which the trainer's ranks have pushed."""
     merge_lost: float | None = None
     """Share of the adapters' update that rounding to the generators' dtype has lost
     (`rl.training.merge`); None without merged adapters."""
@@ -42,5 +44,7 @@ class PublishResult:
     parity_diff: float | None = None
     parity_s: float = 0.0
     """Seconds of the parity check, as in `PullResult`; not part of `pull_s`."""
+    num_bytes: int | None = None
+    """As in `PullResult`."""
     merge_lost: float | None = None
     """As in `PullResult`."""

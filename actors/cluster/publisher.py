@@ -300,7 +300,10 @@ class GeneratorPool:
             started = now_s()
             diff, lost_later = await self._compare(snapshot, pulled)
             result = PullResult(
-                parity_diff=diff, parity_s=now_s() - started, merge_lost=snapshot.merge_lost
+                parity_diff=diff,
+                parity_s=now_s() - started,
+                num_bytes=snapshot.num_bytes,
+                merge_lost=snapshot.merge_lost,
             )
         except BaseException:
             # The version is still served: logprobs that are there are for the next generator that

@@ -305,8 +305,8 @@ def time_metrics(
 
     `time/generate_s`, `score_s`, `train_s` and `publish_s` are the loop's waits and add up to the
     step; the first two are short where generation runs ahead. `time/push_s`, `pull_s` and
-    `parity_s`, `sync/merge_lost` and `parity/logprob_diff` belong to the newest version that is
-    served, `sync/version`.
+    `parity_s`, `sync/pushed_mb`, `sync/merge_lost` and `parity/logprob_diff` belong to the newest
+    version that is served, `sync/version`.
     """
     num_trained = num_samples = 0
     for minibatch in minibatches:
@@ -327,6 +327,7 @@ def time_metrics(
         "perf/trained_tokens_per_s": Mean(num_trained, laps_s["train"]),
         "perf/samples_per_s": Mean(num_samples, step_s),
         "sync/version": published.policy_version,
+        "sync/pushed_mb": None if published.num_bytes is None else published.num_bytes / 1e6,
         "sync/merge_lost": published.merge_lost,
         "parity/logprob_diff": published.parity_diff,
     }

@@ -98,6 +98,7 @@ class WeightSync:
                 pull_s=now_s() - started - push_s - checked.parity_s,
                 parity_diff=checked.parity_diff,
                 parity_s=checked.parity_s,
+                num_bytes=checked.num_bytes,
                 merge_lost=checked.merge_lost,
             )
             parity = ""

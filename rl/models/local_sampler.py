@@ -33,6 +33,7 @@ class Pushed:
     """All weights; of an adapter its factors, until the bank has them."""
     lora: LoRA.Config | None
     """Settings of an adapter; None for whole weights."""
+    num_bytes: int
     merge_lost: float | None = None
     """As in `PullResult`."""
 

@@ -105,6 +105,11 @@ class Snapshot:
         return sums
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes that all trainer ranks have pushed."""
+        return sum(part.num_bytes for shard in self.shards for part in shard.parts)
+
+    @property
     def merge_lost(self) -> float | None:
         """Share of its adapters' update that rounding lost; None without merged adapters."""
         return self.shards[0].merge_lost

@@ -64,7 +64,7 @@ class CheckedPolicy(FakePolicy):
 
     async def pull(self, policy_version):
         pulled = await super().pull(policy_version)
-        return replace(pulled, parity_diff=1e-7, parity_s=0.1, merge_lost=0.25)
+        return replace(pulled, parity_diff=1e-7, parity_s=0.1, num_bytes=1000, merge_lost=0.25)
 
 
 def length(rollout):

@@ -280,6 +280,7 @@ def test_times_and_speeds_of_a_step():
                 pull_s=0.75,
                 parity_diff=1e-6,
                 parity_s=0.125,
+                num_bytes=250_000,
                 merge_lost=0.375,
             ),
             clock=clock,
@@ -301,6 +302,7 @@ def test_times_and_speeds_of_a_step():
         "perf/trained_tokens_per_s": 60,
         "perf/samples_per_s": 2,
         "sync/version": 1,
+        "sync/pushed_mb": 0.25,
         "sync/merge_lost": 0.375,
         "parity/logprob_diff": 1e-6,
     }

@@ -125,11 +125,16 @@ def test_pull_tells_what_merged_adapters_lost(assets):
         second = await local.pull(await local.push())
         again = await local.pull(1)
         assert again == second
+        assert first.num_bytes == second.num_bytes
+        sizes.append(first.num_bytes)
         return first.merge_lost, second.merge_lost
 
+    sizes: list[int] = []
     lora = (LoRA.Config(rank=4, merge=True),)
     for plain in ((), (LoRA.Config(rank=4),)):
         assert with_backend(use, assets=assets, converters=plain) == (None, None)
+    whole, of_adapter = sizes
+    assert 4 * of_adapter < whole
     first, in_float32 = with_backend(use, assets=assets, converters=lora)
     assert first == 0.0
     training = TrainingConfig(param_dtype="bfloat16")
