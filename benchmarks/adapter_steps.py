@@ -36,6 +36,7 @@ from benchmarks.processes import (
     num_warmup_steps,
     step_options,
 )
+from rl.models.lora import LoRA
 from rl.models.spec import model_spec
 
 SIDES = {"apart": {"merge": False}, "merged": {"merge": True}}
@@ -57,7 +58,9 @@ def run_side(merge: bool, num_threads: int, groups: int, **how: Any) -> dict[str
     from configs.smollm2 import PACKAGE, lora
 
     config = lora()
-    config.trainer.converters[0].merge = merge
+    (adapters,) = config.trainer.converters
+    assert isinstance(adapters, LoRA.Config)
+    adapters.merge = merge
     config.loop.groups_per_batch = groups
     records = loop_steps(config, threads=[num_threads] * 2, assets=PACKAGE, tokens=16, **how)
     medians = {

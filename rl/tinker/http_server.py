@@ -13,7 +13,7 @@ import secrets
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,12 +159,17 @@ class ServerThread:
         *,
         storage_folder: str | Path,
         ledger: LedgerConfig | None = None,
+        more_keys: Sequence[str] = (),
     ) -> None:
         """Start the backend and wait until the server answers.
+
+        Args:
+            more_keys: API keys that may call beside `api_key`, each an owner of its own.
 
         Raises:
             ValueError: the storage folder is unavailable, or the backend refuses its config.
         """
+        self._more_keys = more_keys
         folder = Path(storage_folder).expanduser().absolute()
         self._lock = contextlib.ExitStack()
         self._lock.enter_context(lock_storage(folder))
@@ -204,7 +209,7 @@ class ServerThread:
             await serve(
                 self._service,
                 listener,
-                keys=Keys([self.api_key]),
+                keys=Keys([self.api_key, *self._more_keys]),
                 hosts=LOOPBACK_NAMES,
                 stop=self._stop,
                 ready=self._ready.set_result,

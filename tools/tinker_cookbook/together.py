@@ -1,0 +1,167 @@
+"""Two recipes of the cookbook at once on one server over actors, with the numbers that each has
+alone.
+
+    python -m tools.tinker_cookbook.together [--recipes math_rl math_rl_ppo]
+
+Needs the environment and the base model of `make tinker-cookbook`, and makes them if missing. Each
+recipe runs by itself, and then both run at once, with a key each, on the same server in the
+batch-invariant mode. Every number of every step must be the same, but for times. The cookbook asks
+for samples without a seed, which the server then draws; here it counts instead: a key's nth sample
+of a prompt has the same seed in every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from actors.generator import VLLMGenerator
+from actors.tinker import ActorBackend
+from rl.tinker.auth import KEY_PREFIX
+from rl.tinker.base_model import BaseModelFolder
+from rl.tinker.http_server import ServerThread
+from rl.tinker.types import SampleOutput, SampleRequest
+from rl.utils.compat import exit_process
+from tools.tinker_cookbook.main import CACHE, EXAMPLE_DATA, ROOT, VENV, Runner, set_up
+from tools.tinker_cookbook.model import CONTEXT, make_base_model
+from tools.tinker_cookbook.recipes import Finding, Recipe, Row, all_recipes, chosen, read_rows
+
+OF_TIMES = ("time", "progress")
+"""Parts of the names of metrics that differ from run to run."""
+
+
+class CountingBackend(ActorBackend):
+    """Backend over actors that gives each sample a seed by its place among those of its prompt."""
+
+    def __init__(self, *, config: ActorBackend.Config) -> None:
+        super().__init__(config=config)
+        self._counts: Counter[bytes] = Counter()
+        self.spans: list[tuple[str, float, float]] = []
+        """Owner, begin and end of each request."""
+
+    def restart(self) -> None:
+        """Count from 0, as for the first run."""
+        self._counts.clear()
+        self.spans.clear()
+
+    async def sample(self, version: int, request: SampleRequest, owner: str = "") -> SampleOutput:
+        asked = owner.encode() + request.prompt.tobytes()
+        place = asked + self._counts[asked].to_bytes(4, "little")
+        self._counts[asked] += 1
+        seed = int.from_bytes(hashlib.sha256(place).digest()[:7], "little")
+        begin = time.monotonic()
+        sampling = replace(request.sampling, seed=seed)
+        output = await super().sample(version, replace(request, sampling=sampling), owner)
+        self.spans.append((owner, begin, time.monotonic()))
+        return output
+
+    def count_shared(self) -> tuple[int, int]:
+        """Return how many requests ran while one of another owner did, and how many there were."""
+        shared = 0
+        for owner, begin, end in self.spans:
+            shared += any(
+                other != owner and first < end and begin < last for other, first, last in self.spans
+            )
+        return shared, len(self.spans)
+
+
+def strip(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return metrics without those of time."""
+    return [
+        {name: value for name, value in row.items() if not any(part in name for part in OF_TIMES)}
+        for row in rows
+    ]
+
+
+def compare(alone: Sequence[Row], beside: Sequence[Row]) -> Finding:
+    """Compare the metrics of two runs of a recipe."""
+    first, second = strip(alone), strip(beside)
+    different = [
+        f"step {mine.get('step')} {name}: {mine.get(name)} and {theirs.get(name)}"
+        for mine, theirs in zip(first, second, strict=False)
+        for name in sorted({*mine, *theirs})
+        if mine.get(name) != theirs.get(name)
+    ]
+    numbers = sum(len(row) for row in first)
+    return Finding(
+        promise="the same numbers as alone",
+        holds=not different and len(first) == len(second) > 0,
+        seen=f"{len(different)} of {numbers} numbers differ"
+        + "".join(f"; {d}" for d in different[:3]),
+    )
+
+
+def run_together(recipes: Sequence[Recipe], *, deadline_s: float) -> int:
+    python = set_up(ROOT).python
+    base = BaseModelFolder.Config(folder=str(make_base_model(CACHE)), batch_invariant=True)
+    generator = VLLMGenerator.Config(dtype="float32", max_model_len=CONTEXT, cpu_kv_cache_gib=0.5)
+    backend = CountingBackend(config=ActorBackend.Config(base=base, generator=generator))
+    folder = CACHE / "together"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    second_key = f"{KEY_PREFIX}{'2' * 32}"
+    server = ServerThread(backend, storage_folder=folder / "storage", more_keys=(second_key,))
+
+    def run(recipe: Recipe, key: str, name: str) -> tuple[list[Finding], tuple[Row, ...]]:
+        runner = Runner(
+            python=python,
+            model=backend.base_model.name,
+            server={"TINKER_BASE_URL": server.url, "TINKER_API_KEY": key},
+            folder=folder / name,
+            deadline_s=deadline_s,
+        )
+        findings = runner.run(recipe)
+        return findings, read_rows(folder / name / recipe.name / "run" / "metrics.jsonl")
+
+    findings: list[Finding] = []
+    alone: dict[str, tuple[Row, ...]] = {}
+    try:
+        pairs = list(zip(recipes, (server.api_key, second_key), strict=True))
+        for recipe, key in pairs:
+            found, alone[recipe.name] = run(recipe, key, "alone")
+            findings += found
+        backend.restart()
+        with ThreadPoolExecutor(len(pairs)) as threads:
+            runs = {
+                recipe.name: threads.submit(run, recipe, key, "beside") for recipe, key in pairs
+            }
+        shared, requests = backend.count_shared()
+        print(f"at once: {shared} of {requests} requests ran beside one of the other recipe")
+        for name, future in runs.items():
+            found, beside = future.result()
+            same = compare(alone[name], beside)
+            print(f"{name}: {'kept' if same.holds else 'NOT KEPT'}: {same.promise} ({same.seen})")
+            findings += [*found, same]
+    finally:
+        server.close()
+    return 0 if shared and all(finding.holds for finding in findings) else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--recipes", nargs=2, default=["math_rl", "math_rl_ppo"], help="two names, not the same"
+    )
+    parser.add_argument("--deadline_s", type=float, default=900.0, help="longest run of a recipe")
+    args = parser.parse_args(argv)
+    set_up(ROOT)
+    (site_packages,) = (ROOT / VENV / "lib").glob("python*/site-packages")
+    recipes = chosen(all_recipes(site_packages / EXAMPLE_DATA), args.recipes)
+    if len(recipes) != 2:
+        print(f"together: --recipes {' '.join(args.recipes)}: must be two", file=sys.stderr)
+        return 2
+    return run_together(recipes, deadline_s=args.deadline_s)
+
+
+if __name__ == "__main__":
+    exit_process(main())
