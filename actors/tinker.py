@@ -193,6 +193,7 @@ class ActorBackend(TinkerBackend):
             ):
                 check()
         config.generator.check_model(spec.model)
+        config.generator.check_adapters(on_gpu=device_type == "cuda")
         base.info = replace(
             base.info, min_temperature=SMALLEST_TEMPERATURE, topk_prompt_logprobs=False
         )
@@ -444,15 +445,16 @@ class ActorWorkers(TrainerClient, TinkerWorkers):
         return load
 
     async def _load(self, sampler: _Sampler, adapter: int) -> None:
-        async with sampler.loading:
-            deadline_s = asyncio.get_running_loop().time() + ROOM_S
-            while True:
-                try:
+        deadline_s = asyncio.get_running_loop().time() + ROOM_S
+        while True:
+            try:
+                async with sampler.loading:
                     return await self._pool.load_adapter(adapter, generators=[sampler.group])
-                except AdapterRoomError as error:
-                    if asyncio.get_running_loop().time() > deadline_s:
-                        raise LimitReachedError(str(error)) from error
-                await asyncio.sleep(ROOM_LOOK_S)  # Requests of others end meanwhile.
+            except AdapterRoomError as error:
+                if asyncio.get_running_loop().time() > deadline_s:
+                    raise LimitReachedError(str(error)) from error
+            # Requests of others end meanwhile, and smaller adapters may fit.
+            await asyncio.sleep(ROOM_LOOK_S)
 
     async def aclose(self) -> None:
         """End the actors, then kill processes that are left."""

@@ -35,7 +35,10 @@ def tiny_actors() -> TinkerServer.Config:
         backend=ActorBackend.Config(
             base=BaseModelFolder.Config(name="tiny"),
             generator=VLLMGenerator.Config(
-                dtype="float32", max_model_len=1024, cpu_kv_cache_gib=0.5
+                dtype="float32",
+                max_model_len=1024,
+                cpu_kv_cache_gib=0.5,
+                enforce_eager=True,  # Adapters are in no CUDA graph.
             ),
         ),
     )

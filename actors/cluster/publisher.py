@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -343,7 +343,9 @@ class GeneratorPool:
         It stays in the store only while some generator lacks it: a copy there is as large as the
         model. None: whatever base the trainer has.
         """
-        async with self._bringing:
+        # On shared devices a call that holds them must not wait here for one that waits for them.
+        is_there = self._keeps_base and self._has_base(base_id)
+        async with nullcontext() if is_there else self._bringing:
             if base_id is None:
                 base_id = (await self._hold_base(None)).base_id
             answers, _ = await _gather_answers(
@@ -362,10 +364,8 @@ class GeneratorPool:
 
     async def _hold_base(self, base_id: int | None) -> Snapshot:
         """Return the base with this checksum, which the trainer pushes if the store lacks it."""
-        if BASE in self.store.versions():
-            snapshot = self.store.snapshot(BASE)
-            if base_id in (None, snapshot.base_id):
-                return snapshot
+        if self._has_base(base_id):
+            return self.store.snapshot(BASE)
         # A checkpoint brought another one, or a push of it failed half way.
         await self.store.delete(BASE)
         shards = await self.trainer.call(
@@ -373,6 +373,7 @@ class GeneratorPool:
             model_id=self._base_model,
             version=BASE,
             timeout="sync_s",
+            extra_s=self.trainer.timeouts.train_s,  # It may be in the middle of a gradient.
         )
         snapshot = self.store.announce(shards)
         self._base_id = snapshot.base_id
@@ -382,6 +383,11 @@ class GeneratorPool:
                 f"{base_id}: the frozen weights of the trainer have changed since its push"
             )
         return snapshot
+
+    def _has_base(self, base_id: int | None) -> bool:
+        if BASE not in self.store.versions():
+            return False
+        return base_id in (None, self.store.snapshot(BASE).base_id)
 
     async def _compare(
         self, snapshot: Snapshot, generators: Sequence[ActorGroup]

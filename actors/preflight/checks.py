@@ -144,33 +144,56 @@ def find_model_faults(
         _, converters = build_converted_model(trainer, spec=spec, on_gpu=on_gpu)
         for converter in converters.members:
             if isinstance(converter, LoRA) and converter.config.is_served_apart:
-                _check_served_adapter(converter, generator=config.generator, on_gpu=on_gpu)
+                # Requests that run keep their version: so many may be in use beside the newest.
+                num_versions = 2 + loop.max_off_policy_steps
+                _check_served_adapter(
+                    converter,
+                    generator=config.generator,
+                    num_versions=num_versions,
+                    on_gpu=on_gpu,
+                )
     return faults
 
 
-def _check_served_adapter(lora: LoRA, *, generator: GeneratorConfig, on_gpu: bool) -> None:
+def _check_served_adapter(
+    lora: LoRA, *, generator: GeneratorConfig, num_versions: int, on_gpu: bool
+) -> None:
     """Raise ValueError for adapters that the generators could not serve beside the base."""
     if lora.config.rank > generator.max_lora_rank:
         raise ValueError(
             f"trainer.converters: LoRA has rank={lora.config.rank}, more than "
             f"generator.max_lora_rank={generator.max_lora_rank}: must be at most that"
         )
-    # Requests that run keep the version before the newest one. Each rank has a share of most
-    # factors, so that this is the least that it holds.
-    itemsize = getattr(torch, generator.dtype).itemsize
-    needed = 2 * lora.count_numbers() * itemsize / generator.tensor_parallel_degree
+    needed = num_versions * _count_served_bytes(lora, generator=generator, on_gpu=on_gpu)
     if needed > generator.adapter_memory_gib * 2**30:
         raise ValueError(
-            f"generator.adapter_memory_gib={generator.adapter_memory_gib:g}: two versions of the "
-            f"adapter of rank {lora.config.rank} take {needed / 2**30:.3g} GiB, must be at least "
-            "that"
+            f"generator.adapter_memory_gib={generator.adapter_memory_gib:g}: {num_versions} "
+            f"versions of the adapter of rank {lora.config.rank} take {needed / 2**30:.3g} GiB, "
+            "must be at least that"
         )
-    if on_gpu and not generator.enforce_eager:
+    try:
+        generator.check_adapters(on_gpu=on_gpu)
+    except ValueError as error:
         raise ValueError(
-            "generator.enforce_eager=False with LoRA: must be True on a GPU, where the products of "
-            "adapters are in no CUDA graph; or let LoRA's merge be True, for generators that get "
-            "whole weights"
-        )
+            f"{error}; or let LoRA's merge be True, for generators that get whole weights"
+        ) from None
+
+
+def _count_served_bytes(lora: LoRA, *, generator: GeneratorConfig, on_gpu: bool) -> float:
+    """Return the least memory that a version takes in a rank of the generators."""
+    dtype = getattr(torch, generator.dtype)
+    if on_gpu:
+        num_numbers = sum(one.lora_a.numel() + one.lora_b.numel() for one in lora.adapters)
+    else:
+        # Imported here, because only adapters on a CPU need numba.
+        from rl.models.low_rank.bank import find_kernel_dtype
+        from rl.models.low_rank.products import count_packed
+
+        dtype = find_kernel_dtype(dtype)
+        shapes = [shape for one in lora.adapters for shape in count_packed(one.factors)]
+        num_numbers = sum(shape.numel() for shape in shapes)
+    # Each rank has a share of most factors.
+    return num_numbers * dtype.itemsize / generator.tensor_parallel_degree
 
 
 def _check_placement(config: RunConfig, *, num_gpus: int) -> None:

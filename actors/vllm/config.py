@@ -114,6 +114,14 @@ class GeneratorConfig(Configurable.Config):
                 f"of {num_tokens} tokens, fewer than generator.max_model_len={self.max_model_len}"
             )
 
+    def check_adapters(self, *, on_gpu: bool) -> None:
+        """Raise ValueError unless an engine of this config can serve adapters beside weights."""
+        if on_gpu and not self.enforce_eager:
+            raise ValueError(
+                "generator.enforce_eager=False with LoRA: must be True on a GPU, where the "
+                "products of adapters are in no CUDA graph"
+            )
+
     def count_cpu_cache_tokens(self, model: Any) -> int:
         """Return the tokens that fit into one rank's cache on a CPU, in whole blocks."""
         # vLLM keeps one block empty and points unused entries at it.

@@ -71,6 +71,7 @@ class VLLMCore:
     def __init__(
         self, *, config: GeneratorConfig, model_spec: ModelSpec, hf_assets_path: str, world: World
     ) -> None:
+        self._config = config
         adapt_vllm()
         use_threads(config.num_threads)
         model_config: Any = model_spec.adapter.config_from_hf(read_hf_config(hf_assets_path))
@@ -103,6 +104,10 @@ class VLLMCore:
 
         self._adapters: dict[int, int] = {}
         """Adapters of the requests that have one, which do not change while they run."""
+        self._loads: dict[int, int] = {}
+        """The load that brought each adapter, by number: a version may come again with other
+        bits."""
+        self._num_loads = 0
         self._newest_adapter: int | None = None
         """Adapter of requests that ask for none; None: the weights alone."""
         self._shapes = KnownShapes(model_spec, mesh=self._policy.tp_mesh)
@@ -133,9 +138,13 @@ class VLLMCore:
     # Adapters beside the weights
 
     def prepare_adapter(self, lora: LoRA.Config) -> Adapter:
-        """Return an adapter with these settings to be filled; raise ValueError as `LoRA`."""
-        shapes = self._shapes.find(lora)
+        """Return an adapter with these settings to be filled.
+
+        Raises ValueError as `LoRA`, or for an engine with CUDA graphs, which leave products out.
+        """
         weight = local_tensor(self.model.embed_tokens.weight)
+        self._config.check_adapters(on_gpu=weight.device.type != "cpu")
+        shapes = self._shapes.find(lora)
         tensors = shapes.allocate(weight.dtype, device=weight.device)
         factors = shapes.read(tensors)
         return Adapter(
@@ -150,6 +159,8 @@ class VLLMCore:
     def load_adapter(self, version: int, adapter: Adapter) -> None:
         """Add an adapter between two steps, which no request uses yet."""
         self.adapters.load(version, adapter.factors)
+        self._num_loads += 1
+        self._loads[version] = self._num_loads
 
     def follow_adapter(self, version: int) -> None:
         """Give an adapter to requests that name none and have not begun; those that run keep
@@ -168,6 +179,7 @@ class VLLMCore:
         users = [request for request, used in self._adapters.items() if used == version]
         assert not users, f"requests {users} use adapter {version}"
         self.adapters.drop(version)
+        del self._loads[version]
         if self._newest_adapter == version:
             self._newest_adapter = None
 
@@ -308,7 +320,8 @@ class VLLMCore:
 
     def _get_salt(self, request_id: int) -> str:
         """Return part of the hash of a request's blocks: it finds none of other weights."""
-        return f"{self._num_updates} {self._adapters.get(request_id, NONE)}"
+        version = self._adapters.get(request_id, NONE)
+        return f"{self._num_updates} {self._loads.get(version, 0)}"
 
     def _enqueue(self, request: Request, *, first: bool) -> None:
         sampling = request.sampling

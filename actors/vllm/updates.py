@@ -114,6 +114,12 @@ class EngineUpdates:
 
     def _check_base(self, version: int, base_id: int | None) -> None:
         if base_id != self.base_id:
+            if self.base_id is None:
+                raise WeightMismatchError(
+                    f"adapter {version} comes before the weights beside which it was trained "
+                    f"(checksum {base_id}): version BASE must be pushed and pulled first, whole "
+                    "weights"
+                )
             raise WeightMismatchError(
                 f"adapter {version} was trained beside other weights (checksum {base_id}) than "
                 f"those that are served ({self.base_id}): must be of the same base"

@@ -126,7 +126,11 @@ class ModelConverters:
         return math.lcm(*(member.token_multiple for member in self.members))
 
     def convert(self, model: nn.Module) -> None:
-        """Apply all converters; raise ValueError if one of them fails or loses a parameter."""
+        """Apply all converters.
+
+        Raises ValueError if one of them fails or loses a parameter, or if a parameter is trained
+        that generators would not get.
+        """
         before = _list_shapes(model)
         # Generators and folders get these and nothing else, whatever the converters add.
         self.plain_names = tuple(before)
@@ -142,6 +146,17 @@ class ModelConverters:
                             f"{type(member).__qualname__} changed or lost parameter {name} of "
                             f"shape {list(shape)}: a converter keeps the parameters that it finds"
                         )
+        self._check_served(model)
+
+    def _check_served(self, model: nn.Module) -> None:
+        parameters = dict(model.named_parameters())
+        trained = [name for name in self.plain_names if parameters[name].requires_grad]
+        for number, member in enumerate(self.members):
+            if member.config.is_served_apart and trained:
+                raise ValueError(
+                    f"converters.{number}.merge=False: generators get the adapters alone and keep "
+                    f"the other weights, but {trained[0]} is trained too: must be True"
+                )
 
     def saved_settings(self) -> dict[str, dict[str, Any]]:
         """Return the members' settings by class name, numbered from the second of a class on."""

@@ -221,10 +221,10 @@ class LoRA(ModelConverter):
             # B is zero, so that the first policy is the plain model.
             local_tensor(adapter.lora_b).zero_()
 
-    def count_numbers(self) -> int:
-        """Return the size of all factors."""
-        adapters = self._adapters.values()
-        return sum(one.lora_a.numel() + one.lora_b.numel() for one in adapters)
+    @property
+    def adapters(self) -> list[LowRank]:
+        """The adapters of all weights that have one."""
+        return list(self._adapters.values())
 
     @property
     def names(self) -> set[str]:

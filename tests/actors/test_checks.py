@@ -123,7 +123,12 @@ def test_generators_need_cores_and_memory_of_a_machine_without_gpus(num_cores, g
         (
             {},
             {"generator__adapter_memory_gib": 1e-4},
-            "generator.adapter_memory_gib=0.0001: two versions of the adapter of rank 16 take",
+            "generator.adapter_memory_gib=0.0001: 2 versions of the adapter of rank 16 take",
+        ),
+        (
+            {"rank": 1},
+            {"generator__adapter_memory_gib": 4e-4, "loop__max_off_policy_steps": 3},
+            "generator.adapter_memory_gib=0.0004: 5 versions of the adapter of rank 1 take",
         ),
         ({"rank": 65, "merge": True}, {"batch_invariant": False}, None),
         ({"merge": True}, {}, "trainer.converters.0=LoRA.Config: must be a converter that keeps"),

@@ -88,6 +88,13 @@ def test_contradictions_are_refused_before_a_process_starts(config, fields, says
     assert Launcher.current is None
 
 
+def test_gpus_need_generators_without_cuda_graphs(config, monkeypatch):
+    monkeypatch.setattr("actors.tinker.trains_on_gpu", lambda launch, num_gpus: True)
+    with pytest.raises(ValueError, match=r"enforce_eager=False with LoRA: must be True on a GPU"):
+        asyncio.run(config.build().start())
+    assert Launcher.current is None
+
+
 def test_servers_with_one_log_folder_keep_their_weights_apart_and_remove_them(
     config, tmp_path, monkeypatch
 ):

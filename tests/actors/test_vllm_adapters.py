@@ -231,11 +231,30 @@ def test_adapter_that_is_not_computed_with_is_found_by_the_parity_of_logprobs(
     served.run(served.engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=1)))
 
 
-def test_adapters_that_do_not_belong_here_are_refused_and_change_nothing(served):
+def test_version_that_comes_again_with_other_bits_finds_no_keys_of_the_first(served):
+    """As after a trainer was lost: the base stays, and numbers return. Whole blocks are cached."""
+    engine, prompts = served.engine, prompts_of([150])
+    sampling = SamplingParams(max_tokens=8, seed=1)
+
+    def generate(version):
+        return served.run(engine.generate(prompts, sampling=sampling, adapter=version))
+
+    served.run(load(engine, 60, TRAINERS[103], is_newest=False))
+    generate(60)
+    served.run(load(engine, 60, TRAINERS[104], is_newest=False))
+    assert same(generate(60), generate(104))
+    engine.give_up_adapters([60])
+
+
+def test_adapters_that_do_not_belong_here_are_refused_and_change_nothing(served, monkeypatch):
     engine, trainer = served.engine, TRAINERS[101]
     before = sample(served, [102])
     with pytest.raises(WeightMismatchError, match=r"adapter 9 was trained beside other weights"):
         served.run(load(engine, 9, trainer, base_id=BASE_ID + 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "base_id", None)
+        with pytest.raises(WeightMismatchError, match="version BASE must be pushed and pulled"):
+            served.run(load(engine, 9, trainer))
     lora = LoRA.Config(rank=65)
     with pytest.raises(ValueError, match=r"adapter 9 has rank 65.*max_lora_rank=64"):
         served.run(

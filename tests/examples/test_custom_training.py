@@ -1,6 +1,7 @@
 """Trainers with parts of one's own: a converter, and an engine whose clip norm is annealed."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from examples.custom_converter import TopBlocks
 from examples.custom_trainer import AnnealedClipEngine, AnnealedClipTrainer
 from losses.cross_entropy import CrossEntropyLoss
+from rl.models.lora import LoRA
 from rl.trainer_types import OptimParams
 from rl.training.config import TrainingConfig
 from rl.training.optimizer import Optimizer
@@ -25,6 +27,16 @@ def converted(**settings):
 def test_more_blocks_than_the_model_has_are_refused():
     with pytest.raises(ValueError, match=r"converters\.0: num_trained_blocks=3: the model has 2"):
         converted(num_trained_blocks=3)
+
+
+def test_weights_that_generators_would_not_get_are_refused():
+    """LoRA freezes what is there, and a converter after it trains some of it again."""
+    config = engine_config()
+    for merge in (True, False):
+        config.converters = (LoRA.Config(merge=merge), TopBlocks.Config())
+        says = r"converters\.0\.merge=False: .* but layers\.1\.\S+ is trained too: must be True"
+        with nullcontext() if merge else pytest.raises(ValueError, match=says):
+            config.build(model_spec=small_spec(), hf_assets_path=None, device="cpu")
 
 
 def test_last_block_alone_moves_and_stays_within_its_bound():

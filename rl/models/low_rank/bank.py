@@ -61,8 +61,8 @@ class AdapterBank(AttachedBank):
         head_dtype: torch.dtype | None = None,
     ) -> None:
         """Attach to layers as an `AttachedBank`; factors in float16 are kept in float32."""
-        head_dtype = None if head_dtype is None else _widen(head_dtype)
-        super().__init__(layers, dtype=_widen(dtype), head_dtype=head_dtype)
+        head_dtype = None if head_dtype is None else find_kernel_dtype(head_dtype)
+        super().__init__(layers, dtype=find_kernel_dtype(dtype), head_dtype=head_dtype)
         self.versions: dict[int, _Loaded] = {}
         self._tables: dict[str, np.ndarray] = {}
         """By layer: entries of the kernel's table, one row a slot."""
@@ -194,7 +194,8 @@ class AdapterBank(AttachedBank):
         return self._free.pop()
 
 
-def _widen(dtype: torch.dtype) -> torch.dtype:
+def find_kernel_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which factors are kept for the kernel, which has no float16."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
