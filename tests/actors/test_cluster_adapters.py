@@ -153,6 +153,12 @@ def test_generators_that_share_devices_get_the_base_again_after_they_slept(runni
                 TOKENS[:1], sampling=SamplingParams(max_tokens=2)
             )
         await trainer.optim_step(allow_empty=True)
+        version = await pool.push()
+        # Both need the base, the first with the devices in its hands.
+        sampling = SamplingParams(max_tokens=2)
+        drawing = GeneratorClient(pool.members[1]).generate(TOKENS[:1], sampling=sampling)
+        await asyncio.wait_for(asyncio.gather(drawing, pool.pull(version)), 60)
+        await trainer.optim_step(allow_empty=True)
         await asyncio.gather(*(group.call("wake", timeout="sync_s") for group in groups))
         await cluster.store.delete(BASE)
         await running.publish()
