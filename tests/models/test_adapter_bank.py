@@ -169,6 +169,16 @@ def add_to_weights(model, factors):
     return model
 
 
+@pytest.mark.parametrize("kind", [AdapterBank, PlainBank])
+def test_adapter_for_a_layer_that_takes_none_is_refused(kind):
+    bank = kind(list_layers(make_model()), dtype=torch.float32)
+    of_layer = draw_factors(SPEC, LoRA.Config(rank=2), seed=1)["layers.0.attention.o_proj"]
+    says = r"has factors for layers\.9\.attention\.o_proj, which takes none here: must be of"
+    with pytest.raises(ValueError, match=says):
+        bank.load(1, {"layers.9.attention.o_proj": of_layer})
+    assert 1 not in bank.versions
+
+
 def test_rows_of_a_mixture_have_the_products_of_their_adapter_and_expert():
     """Five adapters of different ranks and targets in one batch, and a sequence without one."""
     model, sequences = random_model(MIXTURE, seed=0), draw_sequences()
