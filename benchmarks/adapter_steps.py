@@ -15,7 +15,7 @@ those of the base, A and B and Adam's two states. `merge_lost` is the share of t
 merge lost in the last step.
 
 The last line is a JSON object of medians; `ratio` is apart over merged: of the time of a step, of a
-push, of a pull, of the trainer's part, and of the generated tokens a second.
+push, of a pull, of the trainer's part, of the generated tokens a second, and of a push's bytes.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def measure_trainer_memory() -> float:
     from rl.training.engine import TrainingEngine
 
     config = lora()
+    assert config.model is not None
     engine = TrainingEngine(
         config=TrainingEngine.Config(
             converters=config.trainer.converters,
@@ -87,8 +88,8 @@ def measure_trainer_memory() -> float:
         model_spec=config.model,
         hf_assets_path=None,
     )
-    rng = np.random.default_rng(0)
-    samples = [to_sample(rng.integers(0, 49152, 64).astype(np.int32)) for _ in range(64)]
+    rng, vocab_size = np.random.default_rng(0), config.model.model.vocab_size
+    samples = [to_sample(rng.integers(0, vocab_size, 64).astype(np.int32)) for _ in range(64)]
     engine.forward_backward(samples)
     engine.optim_step()
     gc.collect()

@@ -34,6 +34,7 @@ class Pushed:
     lora: LoRA.Config | None
     """Settings of an adapter; None for whole weights."""
     num_bytes: int
+    """Bytes that were pushed."""
     merge_lost: float | None = None
     """As in `PullResult`."""
 

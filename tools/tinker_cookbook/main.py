@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -237,10 +237,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--deadline_s", type=float, default=1800.0, help="longest run of one recipe"
     )
     args = parser.parse_args(argv)
+    return run_command(lambda: run_all(args.only, model=args.model, deadline_s=args.deadline_s))
+
+
+def run_command(run: Callable[[], int]) -> int:
+    """Return the exit status of `run`, also if it is refused or interrupted."""
     # An exception, so that running processes are ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        return run_all(args.only, model=args.model, deadline_s=args.deadline_s)
+        return run()
     except (InstallError, Refusal, ValueError) as error:
         print(f"tinker-cookbook: {error}", file=sys.stderr)
         return 2

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from rl.tinker.base_model import BaseModelFolder
 from rl.tinker.http_server import ServerThread
 from rl.tinker.types import SampleOutput, SampleRequest
 from rl.utils.compat import exit_process
-from tools.tinker_cookbook.main import CACHE, EXAMPLE_DATA, ROOT, VENV, Runner, set_up
+from tools.tinker_cookbook.main import CACHE, EXAMPLE_DATA, ROOT, VENV, Runner, run_command, set_up
 from tools.tinker_cookbook.model import CONTEXT, make_base_model
 from tools.tinker_cookbook.recipes import Finding, Recipe, Row, all_recipes, chosen, read_rows
 
@@ -99,8 +98,12 @@ def compare(alone: Sequence[Row], beside: Sequence[Row]) -> Finding:
     )
 
 
-def run_together(recipes: Sequence[Recipe], *, deadline_s: float) -> int:
+def run_together(names: Sequence[str], *, deadline_s: float) -> int:
     python = set_up(ROOT).python
+    (site_packages,) = (ROOT / VENV / "lib").glob("python*/site-packages")
+    recipes = chosen(all_recipes(site_packages / EXAMPLE_DATA), names)
+    if len(recipes) != 2:
+        raise ValueError(f"--recipes {' '.join(names)}: must be two")
     base = BaseModelFolder.Config(folder=str(make_base_model(CACHE)), batch_invariant=True)
     generator = VLLMGenerator.Config(dtype="float32", max_model_len=CONTEXT, cpu_kv_cache_gib=0.5)
     backend = CountingBackend(config=ActorBackend.Config(base=base, generator=generator))
@@ -154,13 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--deadline_s", type=float, default=900.0, help="longest run of a recipe")
     args = parser.parse_args(argv)
-    set_up(ROOT)
-    (site_packages,) = (ROOT / VENV / "lib").glob("python*/site-packages")
-    recipes = chosen(all_recipes(site_packages / EXAMPLE_DATA), args.recipes)
-    if len(recipes) != 2:
-        print(f"together: --recipes {' '.join(args.recipes)}: must be two", file=sys.stderr)
-        return 2
-    return run_together(recipes, deadline_s=args.deadline_s)
+    return run_command(lambda: run_together(args.recipes, deadline_s=args.deadline_s))
 
 
 if __name__ == "__main__":
