@@ -5,18 +5,19 @@ alone.
 
 Needs the environment and the base model of `make tinker-cookbook`, and makes them if missing. Each
 recipe runs by itself, and then both run at once, with a key each, on the same server in the
-batch-invariant mode. Every number of every step must be the same, but for times. The cookbook asks
-for samples without a seed, which the server then draws; here it counts instead: a key's nth sample
-of a prompt has the same seed in every run.
+batch-invariant mode. Every number of every step must be the same, but for times. The cookbook
+leaves the seeds of samples and adapters to the server, which draws them; here the client's number
+of a request gives that of its samples, which is the same in every run, in whatever order the
+requests arrive.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import shutil
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,7 +25,9 @@ from typing import Any
 
 from actors.generator import VLLMGenerator
 from actors.tinker import ActorBackend
+from rl.models.lora import LoRA
 from rl.tinker.auth import KEY_PREFIX
+from rl.tinker.backend import TinkerWorkers
 from rl.tinker.base_model import BaseModelFolder
 from rl.tinker.http_server import ServerThread
 from rl.tinker.types import SampleOutput, SampleRequest
@@ -37,25 +40,34 @@ OF_TIMES = ("time", "progress")
 """Parts of the names of metrics that differ from run to run."""
 
 
-class CountingBackend(ActorBackend):
-    """Backend over actors that gives each sample a seed by its place among those of its prompt."""
+class SeedingBackend(ActorBackend):
+    """Backend over actors that gives all adapters one seed, and each sample a seed by the numbers
+    of its sampler and request in the client's session.
+    """
 
     def __init__(self, *, config: ActorBackend.Config) -> None:
         super().__init__(config=config)
-        self._counts: Counter[bytes] = Counter()
         self.spans: list[tuple[str, float, float]] = []
         """Owner, begin and end of each request."""
 
-    def restart(self) -> None:
-        """Count from 0, as for the first run."""
-        self._counts.clear()
-        self.spans.clear()
+    async def _start_workers(self, base: BaseModelFolder) -> TinkerWorkers:
+        workers = await super()._start_workers(base)
+        create_model = workers.create_model
+
+        async def create_seeded(model_id: str, lora: LoRA.Config | None) -> None:
+            # The server would draw the seed, as the cookbook asks for none.
+            await create_model(model_id, None if lora is None else replace(lora, seed=0))
+
+        workers.create_model = create_seeded  # type: ignore[method-assign]
+        return workers
 
     async def sample(self, version: int, request: SampleRequest, owner: str = "") -> SampleOutput:
-        asked = owner.encode() + request.prompt.tobytes()
-        place = asked + self._counts[asked].to_bytes(4, "little")
-        self._counts[asked] += 1
-        seed = int.from_bytes(hashlib.sha256(place).digest()[:7], "little")
+        task = asyncio.current_task()
+        assert task is not None
+        # The server names the task by the request: sample <session>:sample:<sampler>:<request>.
+        _, _, numbers = task.get_name().partition(":sample:")
+        assert numbers, f"{task.get_name()} has no number of a request"
+        seed = int.from_bytes(hashlib.sha256(numbers.encode()).digest()[:7], "little")
         begin = time.monotonic()
         sampling = replace(request.sampling, seed=seed)
         output = await super().sample(version, replace(request, sampling=sampling), owner)
@@ -106,7 +118,7 @@ def run_together(names: Sequence[str], *, deadline_s: float) -> int:
         raise ValueError(f"--recipes {' '.join(names)}: must be two")
     base = BaseModelFolder.Config(folder=str(make_base_model(CACHE)), batch_invariant=True)
     generator = VLLMGenerator.Config(dtype="float32", max_model_len=CONTEXT, cpu_kv_cache_gib=0.5)
-    backend = CountingBackend(config=ActorBackend.Config(base=base, generator=generator))
+    backend = SeedingBackend(config=ActorBackend.Config(base=base, generator=generator))
     folder = CACHE / "together"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -131,7 +143,7 @@ def run_together(names: Sequence[str], *, deadline_s: float) -> int:
         for recipe, key in pairs:
             found, alone[recipe.name] = run(recipe, key, "alone")
             findings += found
-        backend.restart()
+        backend.spans.clear()
         with ThreadPoolExecutor(len(pairs)) as threads:
             runs = {
                 recipe.name: threads.submit(run, recipe, key, "beside") for recipe, key in pairs
