@@ -68,8 +68,11 @@ def test_adapter_without_room_waits_for_others_and_is_then_refused_by_who_holds_
         assert await generator.ask(5) == 5
         generator.room_s = float("inf")
         began_s = now_s()
-        with pytest.raises(LimitReachedError, match=r"beside 7 \(used by 3 requests\)"):
-            await generator.ask(6)
+        asked = [asyncio.create_task(generator.ask(version)) for version in (6, 7, 8)]
+        for one in asked:
+            with pytest.raises(LimitReachedError, match=r"beside 7 \(used by 3 requests\)"):
+                await one
+        # Each waits from its own beginning, and not for those before it.
         assert now_s() - began_s == pytest.approx(ROOM_S, abs=1)
         generator.room_s = 0.0
         assert await generator.ask(6) == 6  # tried again

@@ -19,6 +19,7 @@ from rl.models.layers.moe import GroupedExperts
 from rl.models.lora import LoRA
 from rl.models.low_rank.bank import AdapterBank
 from rl.models.low_rank.plain_bank import PlainBank
+from rl.models.low_rank.products import PackedFactors, Tiles, add_products
 from rl.models.low_rank.shapes import AdapterShapes
 from rl.models.low_rank.types import HEAD, NONE
 from rl.models.parallelize import ShardedLinear, parallelize_decoder_generator
@@ -123,6 +124,34 @@ def test_one_of_the_fused_weights_is_adapted_alone(target):
         plain = factors.add_to(out, x)
         factors.layer.has_fixed_order = True
         torch.testing.assert_close(factors.add_to(out, x), plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_rows_and_columns_that_fill_no_tile(dtype):
+    """One to nine rows, and runs of columns that begin and end anywhere, against float64."""
+    generator = torch.Generator().manual_seed(0)
+    x, out = (torch.randn(9, n, generator=generator).to(dtype) for n in (21, 75))
+    a, b = (torch.randn(n, m, generator=generator).to(dtype) for n, m in ((21, 8), (3, 75)))
+    runs = np.array([[0, 37, 0], [38, 59, 1], [60, 61, 0]], dtype=np.int64)
+    packed = PackedFactors(a=a, b=b, runs=runs, work=1)
+    table, scale = np.array([packed.entry], dtype=np.int64), np.float32(0.5)
+    low = x.double() @ a.double()
+    expected = out.double()
+    for begin, end, product in runs.tolist():
+        expected[:, begin:end] += 0.5 * low[:, 3 * product :][:, :3] @ b[:, begin:end].double()
+
+    def add(num_rows):
+        added = out[:num_rows].clone()
+        tiles = Tiles.of_all(num_rows)
+        add_products(x[:num_rows], added, tiles, table, np.array([scale]), work=1)
+        return added
+
+    whole = add(9)
+    torch.testing.assert_close(whole, expected.to(dtype), atol=1e-5, rtol=1e-5)
+    for untouched in (37, 59, *range(61, 75)):
+        assert torch.equal(whole[:, untouched], out[:, untouched])
+    for num_rows in range(1, 9):
+        assert torch.equal(add(num_rows), whole[:num_rows])
 
 
 LORAS = {

@@ -13,14 +13,23 @@ key-value heads, G = H / K, D head size, M blocks of a cache, B keys of a block.
 
 from __future__ import annotations
 
-from itertools import product
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
+
+from rl.models.batch_invariant.lanes import (
+    FLOAT,
+    INT32,
+    add_up_tile,
+    find_item,
+    load_lanes,
+    store_lanes,
+)
 
 ROWS = 4
 """Rows of one tile of a product."""
@@ -28,12 +37,8 @@ LANES = 16
 """Numbers of one vector, and partial sums of a softmax."""
 COLUMNS = 2 * LANES
 """Columns of one tile: eight sums in flight hide the latency of a multiply-add."""
-NARROW = 8
-"""Columns of a tile of products with a low-rank factor, which has few."""
 BLOCK_TOKENS = 64
 """Tokens whose shares of a key's gradient are added head by head."""
-
-_FLOAT, _INT16, _INT32 = ir.FloatType(), ir.IntType(16), ir.IntType(32)
 
 _compile = njit(nogil=True, cache=True, error_model="numpy")
 
@@ -55,88 +60,51 @@ def read_number(typingctx: Any, x: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         if signature.args[0] == types.float32:
             return values[0]
-        wide = builder.zext(values[0], _INT32)
-        return builder.bitcast(builder.shl(wide, ir.Constant(_INT32, 16)), _FLOAT)
+        wide = builder.zext(values[0], INT32)
+        return builder.bitcast(builder.shl(wide, ir.Constant(INT32, 16)), FLOAT)
 
     return types.float32(x), generate
 
 
-def _fill_lanes(builder: Any, number: Any, vector_type: Any) -> Any:
-    """Return a vector that holds a float32 in all lanes."""
-    undefined = ir.Constant(vector_type, ir.Undefined)
-    first = builder.insert_element(undefined, number, ir.Constant(_INT32, 0))
-    mask = ir.Constant(ir.VectorType(_INT32, vector_type.count), [0] * vector_type.count)
-    return builder.shuffle_vector(first, undefined, mask)
-
-
-def _widen(builder: Any, halves: Any, vector_type: Any) -> Any:
-    """Return the float32 numbers of a vector of bfloat16's bits."""
-    wide_type = ir.VectorType(_INT32, vector_type.count)
-    shifts = ir.Constant(wide_type, [16] * vector_type.count)
-    return builder.bitcast(builder.shl(builder.zext(halves, wide_type), shifts), vector_type)
-
-
-def _make_add_tile(num_vectors: int, lanes: int) -> Any:
-    """Return the function that adds a tile of ROWS rows and `num_vectors` x `lanes` columns."""
-    vector_type = ir.VectorType(_FLOAT, lanes)
+def make_add_tile(num_rows: int, num_vectors: int, lanes: int) -> Any:
+    """Return the function that adds a tile of `num_rows` rows and `num_vectors` x `lanes`
+    columns.
+    """
 
     @intrinsic
     def add_tile(
         typingctx: Any, a: Any, row: Any, b: Any, column: Any, count: Any, out: Any
     ) -> Any:
         """Add the sum over i < count of a[row + r, i] b[i, column + c] to out[row + r, column + c],
-        for ROWS rows r and the columns c of a tile.
+        for the rows r and the columns c of a tile.
 
         The sums run in the order of i, starting from the values in `out`. Nothing is checked; rows
         of b and out are contiguous. `a` and `out` are float32, b float32 or a bfloat16's bits.
         """
-        arguments = (a, row, b, column, count, out)
-        is_wide = b.dtype == types.float32
-        stored_type = vector_type if is_wide else ir.VectorType(_INT16, lanes)
 
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             _, row, _, column, count, _ = values
-            kind = ir.FunctionType(vector_type, [vector_type] * 3)
-            fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{lanes}f32")
-
-            def pointer(argument: int, i: Any, j: Any, kind: Any) -> Any:
-                array = context.make_array(arguments[argument])(context, builder, values[argument])
-                item = cgutils.get_item_pointer(
-                    context, builder, arguments[argument], array, [i, j]
-                )
-                return builder.bitcast(item, kind.as_pointer())
-
-            # The tile's sums stay in registers over the whole loop: a load and a store for each
-            # step would cost more than the multiply-add.
+            find = partial(find_item, context, builder, signature, values)
             parts = [builder.add(column, column.type(n * lanes)) for n in range(num_vectors)]
-            rows = [builder.add(row, row.type(r)) for r in range(ROWS)]
-            places = [pointer(5, row, part, vector_type) for row in rows for part in parts]
-            sums = [
-                cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places
-            ]
-            with cgutils.for_range(builder, count, intp=count.type) as loop:
-                i = loop.index
-                numbers = [builder.load(pointer(0, row, i, _FLOAT)) for row in rows]
-                factors = [_fill_lanes(builder, number, vector_type) for number in numbers]
-                vectors = [
-                    builder.load(pointer(2, i, part, stored_type), align=4 if is_wide else 2)
-                    for part in parts
-                ]
-                if not is_wide:  # The bits of bfloat16 numbers.
-                    vectors = [_widen(builder, vector, vector_type) for vector in vectors]
-                for total, (factor, vector) in zip(sums, product(factors, vectors), strict=True):
-                    builder.store(builder.call(fma, [factor, vector, builder.load(total)]), total)
-            for total, place in zip(sums, places, strict=True):
-                builder.store(builder.load(total), place, align=4)
+            rows = [builder.add(row, row.type(r)) for r in range(num_rows)]
+            places = [[find(argument=5, indices=[row, part]) for part in parts] for row in rows]
+            sums = add_up_tile(
+                builder,
+                [[load_lanes(builder, place, lanes) for place in of_row] for of_row in places],
+                count,
+                find_factor=lambda r, i: find(argument=0, indices=[rows[r], i]),
+                find_numbers=lambda i, n: find(argument=2, indices=[i, parts[n]]),
+            )
+            for total, place in zip(chain(*sums), chain(*places), strict=True):
+                store_lanes(builder, total, place)
             return context.get_dummy_value()
 
-        return types.void(*arguments), generate
+        return types.void(a, row, b, column, count, out), generate
 
     return add_tile
 
 
-add_tile = _make_add_tile(2, LANES)
-add_narrow_tile = _make_add_tile(1, NARROW)
+add_tile = make_add_tile(ROWS, 2, LANES)
 
 
 _ZERO, _ONE, _THREE = np.float32(0.0), np.float32(1.0), np.float32(3.0)

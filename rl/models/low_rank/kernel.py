@@ -1,17 +1,18 @@
 """Low-rank products of many adapters on a CPU, compiled by numba.
 
 Each row of a batch takes the product of its own adapter, and in a mixture of its own expert. Rows
-of an adapter are computed in tiles of four, and every number is a chain of fused multiply-adds in
+of an adapter are computed in tiles of eight, and every number is a chain of fused multiply-adds in
 one fixed order, so a row's bits do not depend on the other rows, their adapters, or the number of
 threads.
 
-Shape legend: T rows of a batch, M tiles of four rows, I input and O output width of a layer, N
+Shape legend: T rows of a batch, M tiles of eight rows, I input and O output width of a layer, N
 products of an adapter's layer (of Hugging Face's weights in a fused one), R rank, J = N R in whole
-narrow tiles, P columns in whole tiles.
+narrow tiles.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,24 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rl.models.batch_invariant.kernels import (
-    COLUMNS,
-    NARROW,
-    ROWS,
-    add_narrow_tile,
-    add_tile,
-    multiply_add,
-    read_number,
+from rl.models.batch_invariant.kernels import LANES, make_add_tile, read_number
+from rl.models.batch_invariant.lanes import (
+    FLOAT,
+    INT16,
+    add_up_tile,
+    fill_lanes,
+    find_item,
+    load_lanes,
+    multiply_add_lanes,
+    store_lanes,
 )
+
+ROWS = 8
+"""Rows of one tile: eight sums in flight hide the latency of a multiply-add."""
+COLUMNS = 2 * LANES
+"""Columns of one tile of B."""
+NARROW = 8
+"""Columns of one tile of A, which has few."""
 
 # Columns of a table of adapters, one row an adapter: addresses and sizes of its arrays.
 A, B, RUNS, NUM_RUNS, RANK, WIDTH = range(6)
@@ -37,7 +47,6 @@ NUM_FIELDS = 6
 BEGIN, END, PRODUCT = range(3)
 
 _compile = njit(nogil=True, cache=True, error_model="numpy")
-_INT16, _INT32, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
 @intrinsic
@@ -50,21 +59,66 @@ def _to_pointer(typingctx: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-@intrinsic
-def _write_number(typingctx: Any, like: Any, number: Any) -> Any:
-    """Return a float32 as it is, or rounded to the bits of a bfloat16, to even, like PyTorch."""
+def _make_add_product(num_rows: int, num_vectors: int, lanes: int) -> Any:
+    """Return the function that adds the product with B for `num_rows` rows and `num_vectors` x
+    `lanes` columns.
+    """
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        number = values[1]
-        if signature.args[0] == types.float32:
-            return number
-        bits = builder.bitcast(number, _INT32)
-        odd = builder.and_(builder.lshr(bits, _INT32(16)), _INT32(1))
-        rounded = builder.lshr(builder.add(bits, builder.add(odd, _INT32(0x7FFF))), _INT32(16))
-        is_nan = builder.fcmp_unordered("uno", number, number)
-        return builder.trunc(builder.select(is_nan, _INT32(0x7FC0), rounded), _INT16)
+    @intrinsic
+    def add_product(
+        typingctx: Any,
+        low: Any,
+        first: Any,
+        b: Any,
+        column: Any,
+        rank: Any,
+        scale: Any,
+        places: Any,
+    ) -> Any:
+        """Add scale * sum over i < rank of low[r, first + i] b[i, column + c] to row r of the
+        output, which begins at the address places[r], for the rows r and the columns c of a tile.
 
-    return like(like, types.float32), generate
+        Nothing is checked. `b` and the output are float32, or a bfloat16's bits.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            _, first, _, column, rank, scale, _ = values
+            find = partial(find_item, context, builder, signature, values)
+            rows = [column.type(r) for r in range(num_rows)]
+            parts = [builder.add(column, column.type(n * lanes)) for n in range(num_vectors)]
+            zero = ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
+            sums = add_up_tile(
+                builder,
+                [[zero] * num_vectors] * num_rows,
+                rank,
+                find_factor=lambda r, i: find(argument=0, indices=[rows[r], builder.add(first, i)]),
+                find_numbers=lambda i, n: find(argument=2, indices=[i, parts[n]]),
+            )
+            factor = fill_lanes(builder, scale, lanes)
+            stored = FLOAT if b.dtype == types.float32 else INT16
+            for row, totals in zip(rows, sums, strict=True):
+                address = builder.load(find(argument=6, indices=[row]))
+                begin = builder.inttoptr(address, stored.as_pointer())
+                for part, total in zip(parts, totals, strict=True):
+                    item = builder.gep(begin, [part])
+                    before = load_lanes(builder, item, lanes)
+                    store_lanes(builder, multiply_add_lanes(builder, factor, total, before), item)
+            return context.get_dummy_value()
+
+        return types.void(low, first, b, column, rank, scale, places), generate
+
+    return add_product
+
+
+# Many rows of an adapter are computed eight at a time, and a single one alone.
+_add_tile = make_add_tile(ROWS, 1, LANES)
+_add_narrow_tile = make_add_tile(ROWS, 1, NARROW)
+_add_row = make_add_tile(1, 2, LANES)
+_add_narrow_row = make_add_tile(1, 1, NARROW)
+_add_products = _make_add_product(ROWS, 1, LANES)
+_add_product = _make_add_product(ROWS, 1, 1)
+_add_products_of_row = _make_add_product(1, 2, LANES)
+_add_product_of_row = _make_add_product(1, 1, 1)
 
 
 @_compile
@@ -83,53 +137,85 @@ def add_low_rank(
 
     Args:
         x: [T, I] float32, or uint16 of bfloat16's bits; so are `out` [T, O] and the adapters'
-            arrays A [I, J] and B [R, P], whose addresses `table` has, one expert after another.
+            arrays A [I, J] and B [R, O], whose addresses `table` has, one expert after another.
         rows: [M, ROWS] rows of each tile, which have the same adapter; -1 for none.
         slots: [M] row of each tile's adapter in `table` and `scales`.
         experts: [M] number of each tile's expert, 0 for a layer without experts.
         table: int64; an address of 0 is an adapter without a product for this layer.
         scales: [adapters] float32.
     """
-    width = x.shape[1]
+    width, num_out = x.shape[1], out.shape[1]
     inputs = np.empty((ROWS, width), np.float32)
+    # Of a row that is none; nobody reads it.
+    no_row = np.zeros(num_out, out.dtype)
+    places = np.empty(ROWS, np.int64)
+    low = np.empty((ROWS, 0), np.float32)
     for tile in range(begin, end):
         slot = slots[tile]
         entry = table[slot]
         if entry[A] == 0:
             continue
+        count = 1
+        while count < ROWS and rows[tile, count] >= 0:
+            count += 1
+        for r in range(ROWS if count > 1 else 1):
+            row = rows[tile, r]
+            # A row that is none computes with another's numbers.
+            from_row = x[max(row, 0)]
+            for i in range(width):
+                inputs[r, i] = read_number(from_row[i])
+            places[r] = out[row].ctypes.data if row >= 0 else no_row.ctypes.data
         rank, num_columns = entry[RANK], entry[WIDTH]
         of_a = entry[A] + experts[tile] * (width * num_columns * x.itemsize)
         a = carray(_to_pointer(of_a), (width, num_columns), x.dtype)
-        for r in range(ROWS):
-            # A row that is none computes with another's numbers, which nobody reads.
-            from_row = x[max(rows[tile, r], 0)]
-            for i in range(width):
-                inputs[r, i] = read_number(from_row[i])
-        low = np.zeros((ROWS, num_columns), np.float32)
-        for column in range(0, num_columns, NARROW):
-            add_narrow_tile(inputs, 0, a, column, width, low)
+        if low.shape[1] != num_columns:
+            low = np.empty((ROWS, num_columns), np.float32)
+        low[:] = np.float32(0.0)
+        _multiply(inputs, a, count, low)
         runs = carray(_to_pointer(entry[RUNS]), (entry[NUM_RUNS], 3), np.int64)
-        # Of all columns of the output: the last ones may belong to no run.
-        stride = (out.shape[1] + COLUMNS - 1) // COLUMNS * COLUMNS + COLUMNS
-        of_b = entry[B] + experts[tile] * (rank * stride * x.itemsize)
-        b = carray(_to_pointer(of_b), (rank, stride), x.dtype)
-        _add_runs(low, b, runs, rank, scales[slot], rows[tile], out)
+        of_b = entry[B] + experts[tile] * (rank * num_out * x.itemsize)
+        b = carray(_to_pointer(of_b), (rank, num_out), x.dtype)
+        for run in range(len(runs)):
+            _add_run(low, b, runs[run], rank, count, scales[slot], places)
 
 
 @_compile
-def _add_runs(low: Any, b: Any, runs: Any, rank: int, scale: Any, rows: Any, out: Any) -> None:
-    added = np.empty((ROWS, COLUMNS), np.float32)
-    for run in range(len(runs)):
-        of_product = low[:, runs[run, PRODUCT] * rank :]
-        for column in range(runs[run, BEGIN], runs[run, END], COLUMNS):
-            added[:] = np.float32(0.0)
-            # Columns beyond the run are computed too, and left out.
-            add_tile(of_product, 0, b[:, column:], 0, rank, added)
-            count = min(COLUMNS, runs[run, END] - column)
-            for r in range(ROWS):
-                if rows[r] < 0:
-                    continue
-                to = out[rows[r], column : column + count]
-                for c in range(count):
-                    total = multiply_add(scale, added[r, c], read_number(to[c]))
-                    to[c] = _write_number(to[c], total)
+def _multiply(inputs: Any, a: Any, count: int, low: Any) -> None:
+    """Add the product of `count` inputs and A to `low`, as wide as A."""
+    width, num_columns = a.shape
+    column = 0
+    if count > 1:
+        while column + LANES <= num_columns:
+            _add_tile(inputs, 0, a, column, width, low)
+            column += LANES
+        while column < num_columns:
+            _add_narrow_tile(inputs, 0, a, column, width, low)
+            column += NARROW
+    else:
+        while column + COLUMNS <= num_columns:
+            _add_row(inputs, 0, a, column, width, low)
+            column += COLUMNS
+        while column < num_columns:
+            _add_narrow_row(inputs, 0, a, column, width, low)
+            column += NARROW
+
+
+@_compile
+def _add_run(low: Any, b: Any, run: Any, rank: int, count: int, scale: Any, places: Any) -> None:
+    """Add the product of `count` rows and a run of B's columns to the output."""
+    first = run[PRODUCT] * rank
+    column, end = run[BEGIN], run[END]
+    if count > 1:
+        while column + LANES <= end:
+            _add_products(low, first, b, column, rank, scale, places)
+            column += LANES
+        while column < end:
+            _add_product(low, first, b, column, rank, scale, places)
+            column += 1
+    else:
+        while column + COLUMNS <= end:
+            _add_products_of_row(low, first, b, column, rank, scale, places)
+            column += COLUMNS
+        while column < end:
+            _add_product_of_row(low, first, b, column, rank, scale, places)
+            column += 1

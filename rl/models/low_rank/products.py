@@ -1,7 +1,7 @@
 """Low-rank products on a CPU with the kernel of `kernel.py`: of one adapter with gradients, and of
 many adapters in one batch.
 
-Shape legend: T rows, M tiles of four rows, I input and O output width, N products, R rank. Arrays
+Shape legend: T rows, M tiles of eight rows, I input and O output width, N products, R rank. Arrays
 of experts have one dimension more, the first.
 """
 
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from rl.models.batch_invariant.functions import share
-from rl.models.batch_invariant.kernels import COLUMNS, NARROW, ROWS
-from rl.models.low_rank.kernel import NUM_FIELDS, add_low_rank
+from rl.models.low_rank.kernel import NARROW, NUM_FIELDS, ROWS, add_low_rank
 
 
 class LayerFactors(Protocol):
@@ -39,7 +38,7 @@ class PackedFactors:
     a: Tensor
     """A^T, [I, N * R in whole narrow tiles]."""
     b: Tensor
-    """B^T, [R, O in whole tiles, and one tile more]."""
+    """B^T, [R, O]."""
     runs: np.ndarray
     """[runs, 3] int64: begin and end of neighbouring columns, and the product they belong to."""
     work: int
@@ -64,7 +63,7 @@ def count_packed(factors: LayerFactors) -> tuple[torch.Size, torch.Size]:
     num_out, rank = factors.b.shape[-2:]
     return (
         torch.Size((*stack, num_in, _round_up(num_low, NARROW))),
-        torch.Size((*stack, rank, _round_up(num_out, COLUMNS) + COLUMNS)),
+        torch.Size((*stack, rank, num_out)),
     )
 
 
@@ -82,7 +81,7 @@ def pack_factors(
         into = factors.a.new_zeros(of_a), factors.b.new_zeros(of_b)
     a, b = into
     a[..., :num_low].copy_(factors.a.detach().mT)
-    b[..., :num_out].copy_(factors.b.detach().mT)
+    b.copy_(factors.b.detach().mT)
     return PackedFactors(
         a=a,
         b=b,
@@ -128,7 +127,7 @@ class Tiles:
         """Return the tiles of rows whose adapters are given; rows of a negative one are left out.
 
         Example:
-            Adapters 7, 3, 7 and none: rows [[1, -1, -1, -1], [0, 2, -1, -1]] with slots [3, 7].
+            Adapters 7, 3, 7 and none, ROWS 2: rows [[1, -1], [0, 2]] with slots [3, 7].
         """
         # Rows of a tile have both in common, so that it has one A and one B.
         pairs_T = slots_T * num_experts
