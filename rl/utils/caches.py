@@ -16,19 +16,34 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from rl.utils.printing import print_error
 from rl.utils.processes import ROLE_VARIABLE
 
 COMPILED = "compiled"
+_MODELS = Path(__file__).parents[1] / "models"
+
+
+def name_numba_folder(folders: Sequence[Path]) -> str:
+    """Return a folder's name that changes with the sources of the kernels in these folders.
+
+    numba takes a function from its cache until the function's own file changes, and would keep the
+    old code of what it uses from other files.
+    """
+    digest = hashlib.sha256()
+    for source in sorted(path for folder in folders for path in folder.glob("*.py")):
+        digest.update(source.read_bytes())
+    return f"numba-{digest.hexdigest()[:16]}"
+
+
 CHECKS_VARIABLE = "RELAY_CHECKS_DIR"
 """Environment variable with the folder of `remember`."""
 IN_TMP = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
-    "NUMBA_CACHE_DIR": "numba",
+    "NUMBA_CACHE_DIR": name_numba_folder((_MODELS / "batch_invariant", _MODELS / "low_rank")),
     CHECKS_VARIABLE: "checks",
 }
 """Caches that are set always: the default folder of the libraries' is in /tmp, or may be."""

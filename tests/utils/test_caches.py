@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl.utils import caches
-from rl.utils.caches import IN_HOME, IN_TMP, find_fault, use_private_caches
+from rl.utils.caches import IN_HOME, IN_TMP, find_fault, name_numba_folder, use_private_caches
 
 NOBODY = 65534
 
@@ -36,6 +36,15 @@ def test_compiled_code_is_kept_in_a_private_folder_of_the_user(home):
     kept.chmod(0o755)
     assert folders() == made  # the same for later runs, and private again
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+
+
+def test_kernels_are_compiled_again_when_a_file_changes_that_they_use(tmp_path):
+    (tmp_path / "kernels.py").write_text("from lanes import ROWS")
+    (tmp_path / "lanes.py").write_text("ROWS = 4")
+    before = name_numba_folder([tmp_path])
+    assert name_numba_folder([tmp_path]) == before
+    (tmp_path / "lanes.py").write_text("ROWS = 8")
+    assert name_numba_folder([tmp_path]) != before
 
 
 def test_folder_of_the_users_caches_is_respected(home, tmp_path):

@@ -6,9 +6,9 @@ alone.
 Needs the environment and the base model of `make tinker-cookbook`, and makes them if missing. Each
 recipe runs by itself, and then both run at once, with a key each, on the same server in the
 batch-invariant mode. Every number of every step must be the same, but for times. The cookbook
-leaves the seeds of samples and adapters to the server, which draws them; here the client's number
-of a request gives that of its samples, which is the same in every run, in whatever order the
-requests arrive.
+leaves the seeds of samples and adapters to the server, which draws them. Here all adapters have
+seed 0, and a sample's seed follows from the key and the client's numbers of its sampler and
+request, which are the same in every run, in whatever order the requests arrive.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ OF_TIMES = ("time", "progress")
 
 
 class SeedingBackend(ActorBackend):
-    """Backend over actors that gives all adapters one seed, and each sample a seed by the numbers
-    of its sampler and request in the client's session.
+    """Backend over actors that gives all adapters one seed, and each sample a seed by its owner and
+    the numbers of its sampler and request in the client's session.
     """
 
     def __init__(self, *, config: ActorBackend.Config) -> None:
         super().__init__(config=config)
+        self._owners: dict[str, int] = {}
+        """Owners by the order of their first samples: the first key is another one in each call of
+        the tool.
+        """
         self.spans: list[tuple[str, float, float]] = []
         """Owner, begin and end of each request."""
 
@@ -67,7 +71,8 @@ class SeedingBackend(ActorBackend):
         # The server names the task by the request: sample <session>:sample:<sampler>:<request>.
         _, _, numbers = task.get_name().partition(":sample:")
         assert numbers, f"{task.get_name()} has no number of a request"
-        seed = int.from_bytes(hashlib.sha256(numbers.encode()).digest()[:7], "little")
+        place = f"{self._owners.setdefault(owner, len(self._owners))}:{numbers}"
+        seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "little")
         begin = time.monotonic()
         sampling = replace(request.sampling, seed=seed)
         output = await super().sample(version, replace(request, sampling=sampling), owner)

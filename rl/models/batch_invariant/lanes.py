@@ -1,8 +1,5 @@
 """Vectors of floating-point numbers in functions that are compiled by numba, which has none: parts
 of the LLVM code that the kernels' intrinsics generate.
-
-numba keeps compiled functions until their own file changes. After a change here, delete the `.nbi`
-files in the `__pycache__` folders of the kernels that use it.
 """
 
 from __future__ import annotations
@@ -89,8 +86,8 @@ def add_up_tile(
         find_factor: returns the pointer to the float32 of row r and step i.
         find_numbers: returns the pointer to the first item of the nth vector of step i.
     """
-    # They stay in registers over the whole loop: a load and a store for each step would cost more
-    # than the multiply-add.
+    # The sums stay in registers over the whole loop: a load and a store for each step would cost
+    # more than the multiply-add.
     totals = [[cgutils.alloca_once_value(builder, vector) for vector in row] for row in sums]
     lanes = sums[0][0].type.count
     with cgutils.for_range(builder, count, intp=count.type) as loop:

@@ -1,9 +1,9 @@
 """Low-rank products of many adapters on a CPU, compiled by numba.
 
 Each row of a batch takes the product of its own adapter, and in a mixture of its own expert. Rows
-of an adapter are computed in tiles of eight, and every number is a chain of fused multiply-adds in
-one fixed order, so a row's bits do not depend on the other rows, their adapters, or the number of
-threads.
+of an adapter are computed in tiles of eight, four or one, and every number is a chain of fused
+multiply-adds in one fixed order, so a row's bits do not depend on the other rows, their adapters,
+or the number of threads.
 
 Shape legend: T rows of a batch, M tiles of eight rows, I input and O output width of a layer, N
 products of an adapter's layer (of Hugging Face's weights in a fused one), R rank, J = N R in whole
@@ -35,10 +35,8 @@ from rl.models.batch_invariant.lanes import (
 
 ROWS = 8
 """Rows of one tile: eight sums in flight hide the latency of a multiply-add."""
-COLUMNS = 2 * LANES
-"""Columns of one tile of B."""
 NARROW = 8
-"""Columns of one tile of A, which has few."""
+"""Columns of the last tiles of A, whose width is a multiple of it."""
 
 # Columns of a table of adapters, one row an adapter: addresses and sizes of its arrays.
 A, B, RUNS, NUM_RUNS, RANK, WIDTH = range(6)
@@ -47,6 +45,8 @@ NUM_FIELDS = 6
 BEGIN, END, PRODUCT = range(3)
 
 _compile = njit(nogil=True, cache=True, error_model="numpy")
+# Kept as parts of the function that calls them.
+_inline = njit(nogil=True, error_model="numpy")
 
 
 @intrinsic
@@ -110,15 +110,51 @@ def _make_add_product(num_rows: int, num_vectors: int, lanes: int) -> Any:
     return add_product
 
 
-# Many rows of an adapter are computed eight at a time, and a single one alone.
-_add_tile = make_add_tile(ROWS, 1, LANES)
-_add_narrow_tile = make_add_tile(ROWS, 1, NARROW)
-_add_row = make_add_tile(1, 2, LANES)
-_add_narrow_row = make_add_tile(1, 1, NARROW)
-_add_products = _make_add_product(ROWS, 1, LANES)
-_add_product = _make_add_product(ROWS, 1, 1)
-_add_products_of_row = _make_add_product(1, 2, LANES)
-_add_product_of_row = _make_add_product(1, 1, 1)
+def _make_products(num_rows: int, num_vectors: int) -> tuple[Any, Any]:
+    """Return the functions that compute the products with A and B of `num_rows` rows, in tiles of
+    `num_vectors` vectors.
+    """
+    num_columns = num_vectors * LANES
+    add_tile = make_add_tile(num_rows, num_vectors, LANES)
+    add_narrow_tile = make_add_tile(num_rows, 1, NARROW)
+    add_product = _make_add_product(num_rows, num_vectors, LANES)
+    add_vector = _make_add_product(num_rows, 1, LANES)
+    add_column = _make_add_product(num_rows, 1, 1)
+
+    @_inline
+    def multiply(inputs: Any, a: Any, low: Any) -> None:
+        """Add the product of the inputs and A to `low`, as wide as A."""
+        width, end = a.shape
+        column = 0
+        while column + num_columns <= end:
+            add_tile(inputs, 0, a, column, width, low)
+            column += num_columns
+        while column < end:
+            add_narrow_tile(inputs, 0, a, column, width, low)
+            column += NARROW
+
+    @_inline
+    def add_run(low: Any, b: Any, run: Any, rank: int, scale: Any, places: Any) -> None:
+        """Add the product of `low` and a run of B's columns to the output."""
+        first = run[PRODUCT] * rank
+        column, end = run[BEGIN], run[END]
+        while column + num_columns <= end:
+            add_product(low, first, b, column, rank, scale, places)
+            column += num_columns
+        while column + LANES <= end:
+            add_vector(low, first, b, column, rank, scale, places)
+            column += LANES
+        while column < end:
+            add_column(low, first, b, column, rank, scale, places)
+            column += 1
+
+    return multiply, add_run
+
+
+# As many sums are in flight as hide the latency of a multiply-add, where there are rows for them.
+_multiply_8, _add_run_8 = _make_products(ROWS, 1)
+_multiply_4, _add_run_4 = _make_products(4, 2)
+_multiply_1, _add_run_1 = _make_products(1, 2)
 
 
 @_compile
@@ -138,7 +174,7 @@ def add_low_rank(
     Args:
         x: [T, I] float32, or uint16 of bfloat16's bits; so are `out` [T, O] and the adapters'
             arrays A [I, J] and B [R, O], whose addresses `table` has, one expert after another.
-        rows: [M, ROWS] rows of each tile, which have the same adapter; -1 for none.
+        rows: [M, ROWS] rows of each tile, which have the same adapter; -1 for none, at the end.
         slots: [M] row of each tile's adapter in `table` and `scales`.
         experts: [M] number of each tile's expert, 0 for a layer without experts.
         table: int64; an address of 0 is an adapter without a product for this layer.
@@ -147,7 +183,7 @@ def add_low_rank(
     width, num_out = x.shape[1], out.shape[1]
     inputs = np.empty((ROWS, width), np.float32)
     # Of a row that is none; nobody reads it.
-    no_row = np.zeros(num_out, out.dtype)
+    no_row = np.empty(num_out, out.dtype)
     places = np.empty(ROWS, np.int64)
     low = np.empty((ROWS, 0), np.float32)
     for tile in range(begin, end):
@@ -158,7 +194,8 @@ def add_low_rank(
         count = 1
         while count < ROWS and rows[tile, count] >= 0:
             count += 1
-        for r in range(ROWS if count > 1 else 1):
+        num_rows = ROWS if count > 4 else 4 if count > 1 else 1
+        for r in range(num_rows):
             row = rows[tile, r]
             # A row that is none computes with another's numbers.
             from_row = x[max(row, 0)]
@@ -171,51 +208,19 @@ def add_low_rank(
         if low.shape[1] != num_columns:
             low = np.empty((ROWS, num_columns), np.float32)
         low[:] = np.float32(0.0)
-        _multiply(inputs, a, count, low)
+        if num_rows == ROWS:
+            _multiply_8(inputs, a, low)
+        elif num_rows == 4:
+            _multiply_4(inputs, a, low)
+        else:
+            _multiply_1(inputs, a, low)
         runs = carray(_to_pointer(entry[RUNS]), (entry[NUM_RUNS], 3), np.int64)
         of_b = entry[B] + experts[tile] * (rank * num_out * x.itemsize)
         b = carray(_to_pointer(of_b), (rank, num_out), x.dtype)
         for run in range(len(runs)):
-            _add_run(low, b, runs[run], rank, count, scales[slot], places)
-
-
-@_compile
-def _multiply(inputs: Any, a: Any, count: int, low: Any) -> None:
-    """Add the product of `count` inputs and A to `low`, as wide as A."""
-    width, num_columns = a.shape
-    column = 0
-    if count > 1:
-        while column + LANES <= num_columns:
-            _add_tile(inputs, 0, a, column, width, low)
-            column += LANES
-        while column < num_columns:
-            _add_narrow_tile(inputs, 0, a, column, width, low)
-            column += NARROW
-    else:
-        while column + COLUMNS <= num_columns:
-            _add_row(inputs, 0, a, column, width, low)
-            column += COLUMNS
-        while column < num_columns:
-            _add_narrow_row(inputs, 0, a, column, width, low)
-            column += NARROW
-
-
-@_compile
-def _add_run(low: Any, b: Any, run: Any, rank: int, count: int, scale: Any, places: Any) -> None:
-    """Add the product of `count` rows and a run of B's columns to the output."""
-    first = run[PRODUCT] * rank
-    column, end = run[BEGIN], run[END]
-    if count > 1:
-        while column + LANES <= end:
-            _add_products(low, first, b, column, rank, scale, places)
-            column += LANES
-        while column < end:
-            _add_product(low, first, b, column, rank, scale, places)
-            column += 1
-    else:
-        while column + COLUMNS <= end:
-            _add_products_of_row(low, first, b, column, rank, scale, places)
-            column += COLUMNS
-        while column < end:
-            _add_product_of_row(low, first, b, column, rank, scale, places)
-            column += 1
+            if num_rows == ROWS:
+                _add_run_8(low, b, runs[run], rank, scales[slot], places)
+            elif num_rows == 4:
+                _add_run_4(low, b, runs[run], rank, scales[slot], places)
+            else:
+                _add_run_1(low, b, runs[run], rank, scales[slot], places)

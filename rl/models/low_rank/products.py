@@ -42,7 +42,7 @@ class PackedFactors:
     runs: np.ndarray
     """[runs, 3] int64: begin and end of neighbouring columns, and the product they belong to."""
     work: int
-    """Multiply-adds of a tile of rows."""
+    """Multiply-adds of a full tile of rows."""
 
     @property
     def entry(self) -> list[int]:
@@ -73,12 +73,12 @@ def pack_factors(
     into: tuple[Tensor, Tensor] | None = None,
     runs: np.ndarray | None = None,
 ) -> PackedFactors:
-    """Copy factors into tensors of `count_packed`'s shapes, which hold zeros."""
+    """Copy factors into tensors of `count_packed`'s shapes, of which A holds zeros."""
     num_low, num_in = factors.a.shape[-2:]
     num_out, rank = factors.b.shape[-2:]
     if into is None:
         of_a, of_b = count_packed(factors)
-        into = factors.a.new_zeros(of_a), factors.b.new_zeros(of_b)
+        into = factors.a.new_zeros(of_a), factors.b.new_empty(of_b)
     a, b = into
     a[..., :num_low].copy_(factors.a.detach().mT)
     b.copy_(factors.b.detach().mT)
@@ -114,7 +114,7 @@ class Tiles:
     """Rows of a batch by adapter and expert, in tiles of at most ROWS rows."""
 
     rows: np.ndarray
-    """[M, ROWS] int64; -1 for none."""
+    """[M, ROWS] int64; -1 for none, after the others."""
     slots: np.ndarray
     """[M] int64, the adapter of each tile."""
     experts: np.ndarray
@@ -164,11 +164,15 @@ def add_products(
     Args:
         table: [adapters, NUM_FIELDS] int64, `PackedFactors.entry` of each; zeros for none.
         scales: [adapters] float32.
-        work: multiply-adds of a tile.
+        work: multiply-adds of a full tile.
     """
+    assert x_TI.dtype == out_TO.dtype, "the kernel reads and writes one dtype"
     x, out = _to_array(x_TI), _to_array(out_TO)
     of_tiles = tiles.rows, tiles.slots, tiles.experts
-    ends = np.arange(len(tiles.slots) + 1) * work
+    # A tile that is not full is computed as one of four rows or of one, at half the speed.
+    work_M = np.where(tiles.rows[:, 4] < 0, work // 2, work)
+    work_M = np.where(tiles.rows[:, 1] < 0, work // 4, work_M)
+    ends = np.concatenate(([0], work_M.cumsum()))
     share(
         lambda begin, end: add_low_rank(x, out, *of_tiles, table, scales, begin, end),
         ends,
