@@ -157,6 +157,26 @@ _multiply_4, _add_run_4 = _make_products(4, 2)
 _multiply_1, _add_run_1 = _make_products(1, 2)
 
 
+@_inline
+def _read_rows(x: Any, out: Any, rows: Any, inputs: Any, no_row: Any, places: Any) -> int:
+    """Copy the inputs of a tile's rows, and find where their outputs begin.
+
+    Returns:
+        How many are computed; a row that is none computes with another's numbers.
+    """
+    count = 1
+    while count < ROWS and rows[count] >= 0:
+        count += 1
+    num_rows = ROWS if count > 4 else 4 if count > 1 else 1
+    for r in range(num_rows):
+        row = rows[r]
+        from_row = x[max(row, 0)]
+        for i in range(len(from_row)):
+            inputs[r, i] = read_number(from_row[i])
+        places[r] = out[row].ctypes.data if row >= 0 else no_row.ctypes.data
+    return num_rows
+
+
 @_compile
 def add_low_rank(
     x: Any,
@@ -191,17 +211,7 @@ def add_low_rank(
         entry = table[slot]
         if entry[A] == 0:
             continue
-        count = 1
-        while count < ROWS and rows[tile, count] >= 0:
-            count += 1
-        num_rows = ROWS if count > 4 else 4 if count > 1 else 1
-        for r in range(num_rows):
-            row = rows[tile, r]
-            # A row that is none computes with another's numbers.
-            from_row = x[max(row, 0)]
-            for i in range(width):
-                inputs[r, i] = read_number(from_row[i])
-            places[r] = out[row].ctypes.data if row >= 0 else no_row.ctypes.data
+        num_rows = _read_rows(x, out, rows[tile], inputs, no_row, places)
         rank, num_columns = entry[RANK], entry[WIDTH]
         of_a = entry[A] + experts[tile] * (width * num_columns * x.itemsize)
         a = carray(_to_pointer(of_a), (width, num_columns), x.dtype)
