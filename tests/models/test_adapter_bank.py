@@ -128,18 +128,13 @@ def test_one_of_the_fused_weights_is_adapted_alone(target):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_rows_and_columns_that_fill_no_tile(dtype):
-    """One to nine rows, and runs of columns that begin and end anywhere, against float64; numbers
-    that are none or infinite stay so.
+    """One to nine rows, and runs of columns that begin and end anywhere, against float64; NaN and
+    infinity stay what they are.
     """
     generator = torch.Generator().manual_seed(0)
     x, out = (torch.randn(9, n, generator=generator).to(dtype) for n in (21, 75))
-    for row in (0, 8):
-        out[row, 3], out[row, 4], out[row, 36], out[row, 60] = (
-            torch.nan,
-            torch.inf,
-            torch.nan,
-            -torch.inf,
-        )
+    for column, number in ((3, torch.nan), (4, torch.inf), (36, torch.nan), (60, -torch.inf)):
+        out[[0, 8], column] = number
     a, b = (torch.randn(n, m, generator=generator).to(dtype) for n, m in ((21, 8), (3, 75)))
     runs = np.array([[0, 37, 0], [38, 59, 1], [60, 61, 0]], dtype=np.int64)
     packed = PackedFactors(a=a, b=b, runs=runs, work=1)

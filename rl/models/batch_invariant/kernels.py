@@ -13,8 +13,6 @@ key-value heads, G = H / K, D head size, M blocks of a cache, B keys of a block.
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,14 +20,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from rl.models.batch_invariant.lanes import (
-    FLOAT,
-    INT32,
-    add_up_tile,
-    find_item,
-    load_lanes,
-    store_lanes,
-)
+from rl.models.batch_invariant.lanes import FLOAT, INT32, make_add_tile
 
 ROWS = 4
 """Rows of one tile of a product."""
@@ -64,44 +55,6 @@ def read_number(typingctx: Any, x: Any) -> Any:
         return builder.bitcast(builder.shl(wide, ir.Constant(INT32, 16)), FLOAT)
 
     return types.float32(x), generate
-
-
-def make_add_tile(num_rows: int, num_vectors: int, lanes: int) -> Any:
-    """Return the function that adds a tile of `num_rows` rows and `num_vectors` x `lanes`
-    columns.
-    """
-
-    @intrinsic
-    def add_tile(
-        typingctx: Any, a: Any, row: Any, b: Any, column: Any, count: Any, out: Any
-    ) -> Any:
-        """Add the sum over i < count of a[row + r, i] b[i, column + c] to out[row + r, column + c],
-        for the rows r and the columns c of a tile.
-
-        The sums run in the order of i, starting from the values in `out`. Nothing is checked; rows
-        of b and out are contiguous. `a` and `out` are float32, b float32 or a bfloat16's bits.
-        """
-
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            _, row, _, column, count, _ = values
-            find = partial(find_item, context, builder, signature, values)
-            parts = [builder.add(column, column.type(n * lanes)) for n in range(num_vectors)]
-            rows = [builder.add(row, row.type(r)) for r in range(num_rows)]
-            places = [[find(argument=5, indices=[row, part]) for part in parts] for row in rows]
-            sums = add_up_tile(
-                builder,
-                [[load_lanes(builder, place, lanes) for place in of_row] for of_row in places],
-                count,
-                find_factor=lambda r, i: find(argument=0, indices=[rows[r], i]),
-                find_numbers=lambda i, n: find(argument=2, indices=[i, parts[n]]),
-            )
-            for total, place in zip(chain(*sums), chain(*places), strict=True):
-                store_lanes(builder, total, place)
-            return context.get_dummy_value()
-
-        return types.void(a, row, b, column, count, out), generate
-
-    return add_tile
 
 
 add_tile = make_add_tile(ROWS, 2, LANES)

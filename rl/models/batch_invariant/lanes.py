@@ -5,10 +5,14 @@ of the LLVM code that the kernels' intrinsics generate.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
+from numba.extending import intrinsic
 
 FLOAT, INT16, INT32 = ir.FloatType(), ir.IntType(16), ir.IntType(32)
 
@@ -101,6 +105,44 @@ def add_up_tile(
                 added = multiply_add_lanes(builder, factor, vector, builder.load(total))
                 builder.store(added, total)
     return [[builder.load(total) for total in row] for row in totals]
+
+
+def make_add_tile(num_rows: int, num_vectors: int, lanes: int) -> Any:
+    """Return the function that adds a tile of `num_rows` rows and `num_vectors` x `lanes`
+    columns.
+    """
+
+    @intrinsic
+    def add_tile(
+        typingctx: Any, a: Any, row: Any, b: Any, column: Any, count: Any, out: Any
+    ) -> Any:
+        """Add the sum over i < count of a[row + r, i] b[i, column + c] to out[row + r, column + c],
+        for the rows r and the columns c of a tile.
+
+        The sums run in the order of i, starting from the values in `out`. Nothing is checked; rows
+        of b and out are contiguous. `a` and `out` are float32, b float32 or a bfloat16's bits.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            _, row, _, column, count, _ = values
+            find = partial(find_item, context, builder, signature, values)
+            parts = [builder.add(column, column.type(n * lanes)) for n in range(num_vectors)]
+            rows = [builder.add(row, row.type(r)) for r in range(num_rows)]
+            places = [[find(argument=5, indices=[row, part]) for part in parts] for row in rows]
+            sums = add_up_tile(
+                builder,
+                [[load_lanes(builder, place, lanes) for place in of_row] for of_row in places],
+                count,
+                find_factor=lambda r, i: find(argument=0, indices=[rows[r], i]),
+                find_numbers=lambda i, n: find(argument=2, indices=[i, parts[n]]),
+            )
+            for total, place in zip(chain(*sums), chain(*places), strict=True):
+                store_lanes(builder, total, place)
+            return context.get_dummy_value()
+
+        return types.void(a, row, b, column, count, out), generate
+
+    return add_tile
 
 
 def _fill_constant(kind: Any, value: int, lanes: int) -> Any:

@@ -21,7 +21,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rl.models.batch_invariant.kernels import LANES, make_add_tile, read_number
+from rl.models.batch_invariant.kernels import LANES, read_number
 from rl.models.batch_invariant.lanes import (
     FLOAT,
     INT16,
@@ -29,6 +29,7 @@ from rl.models.batch_invariant.lanes import (
     fill_lanes,
     find_item,
     load_lanes,
+    make_add_tile,
     multiply_add_lanes,
     store_lanes,
 )
@@ -45,7 +46,7 @@ NUM_FIELDS = 6
 BEGIN, END, PRODUCT = range(3)
 
 _compile = njit(nogil=True, cache=True, error_model="numpy")
-# Kept as parts of the function that calls them.
+# Not cached by themselves: their code is part of the function that calls them.
 _inline = njit(nogil=True, error_model="numpy")
 
 
