@@ -47,6 +47,8 @@ async def test_requests_behind_a_gap_fail_in_time_and_later_ones_run(client):
         assert f"seq_id 2 of {model} did not come within 30 s" in failure.error
     with pytest.raises(GoneError, match="came after it was given up"):
         await client.result(client.add(model, 2, 2))
+    with pytest.raises(InvalidRequestError, match="token id -1"):  # and not a promise of an answer
+        client.add(model, 2, -1)
     client.add(model, 6, 6)
     # Neither the 100 requests before the gap nor the 3 behind it.
     assert await client.weight(client.step(model, 7)) == -6

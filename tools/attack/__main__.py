@@ -240,13 +240,23 @@ def memory_mb(pid: int, name: str = "VmRSS") -> float:
     raise ValueError(f"/proc/{pid}/status has no {name}")
 
 
-async def load(client: Client, attackers: Sequence[Attacker], *, requests: int) -> None:
-    """Send the attackers' calls, some dozens at a time."""
+async def load(
+    client: Client, attackers: Sequence[Attacker], *, requests: int, waits_s: Sequence[float]
+) -> None:
+    """Send the attackers' calls, some dozens at a time, and say every tenth how far they are."""
     # A single iterator: the workers together send as many calls as were asked for.
     remaining = iter(range(requests))
+    began = time.monotonic()
 
     async def work(attacker: Attacker) -> None:
-        for _ in remaining:
+        for number in remaining:
+            if number and number % max(requests // 10, 1) == 0:
+                seconds, longest_s = time.monotonic() - began, max(waits_s, default=0.0)
+                print(
+                    f"{number} of {requests} calls after {seconds:.0f} s; the other key waited at "
+                    f"most {longest_s:.1f} s",
+                    file=sys.stderr,
+                )
             kind, call = attacker.draw()
             status, content = await client.call(kind, call)
             if status == 200 and attacker.is_foreign(content):
@@ -286,7 +296,7 @@ async def attack(
         others += start_abuse(client, keys, bad)
 
         began = time.monotonic()
-        await load(client, attackers, requests=requests)
+        await load(client, attackers, requests=requests, waits_s=waits_s)
         seconds = time.monotonic() - began
 
         # All of them run until they are cancelled or have sent all; an error is a finding.

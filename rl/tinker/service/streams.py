@@ -135,7 +135,7 @@ class ModelStream:
     def refuse(
         self, seq_id: int | None, error: TinkerError, *, adds_gradient: bool = False
     ) -> Future:
-        """Raise an error, unless its request is repeated, and let the request fail in its turn.
+        """Raise an error, unless the request has an answer already, and let it fail in its turn.
 
         An invalid request uses up its seq id like any other, so that later ones do not wait for it.
         """
@@ -144,7 +144,8 @@ class ModelStream:
             raise InvalidRequestError(str(error))
 
         future, is_new = self._accept(seq_id, fail, adds_gradient=adds_gradient)
-        if is_new:
+        # One that was given up has no answer that could be retrieved instead.
+        if is_new or future.request_id not in self._futures:
             raise error
         return future
 
