@@ -26,6 +26,7 @@ from rl.starting_point import StartingPoint, open_model_folder
 from rl.utils.compat import exit_after
 from rl.utils.errors import RunError
 from rl.utils.printing import print_error
+from rl.utils.processes import share_freed_memory
 from rl.utils.threads import WorkerThread
 
 
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> None:
+    share_freed_memory()
     # First what fails at once, then the model, which may load for minutes.
     run = Path(options.run).expanduser()
     settings = read_settings(run)

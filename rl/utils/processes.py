@@ -311,8 +311,8 @@ def handle_end_signals(
 # Memory
 
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""glibc's numbers of two options of `mallopt`."""
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+"""glibc's numbers of options of `mallopt`."""
 NUM_KERNELS = "128"
 """Compiled products that oneDNN keeps, of about 1 MB each: several times those of a forward and
 backward. Its default is 1024, and each number of rows needs its own."""
@@ -329,11 +329,25 @@ def keep_freed_memory() -> None:
     was 13 (2 cores of an Intel Xeon with AMX, 2026-11-26).
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", NUM_KERNELS)
-    # Other C libraries lack these functions.
+    _set_malloc(_MMAP_MAX, 0)
+    _set_malloc(_TRIM_THRESHOLD, -1)
+
+
+def share_freed_memory() -> None:
+    """Let threads take what other threads have freed (glibc only). Call it before they start.
+
+    By default glibc has eight memories a core and gives each thread one of them. What a thread
+    leaves between its freed blocks stays there, so that a server whose requests run in many threads
+    grows by 80 to 200 MB in 12,000 requests, and with one memory by 14.
+    """
+    _set_malloc(_ARENA_MAX, 1)
+
+
+def _set_malloc(option: int, value: int) -> None:
+    # Other C libraries lack it.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_MMAP_MAX, 0)
-        mallopt(_TRIM_THRESHOLD, -1)
+        mallopt(option, value)
 
 
 def give_back_freed_memory() -> None:

@@ -1,4 +1,4 @@
-"""Memory that the trainer keeps on a CPU, and holes in it that are given back."""
+"""Memory that processes keep on a CPU, and holes in it that are given back."""
 
 import subprocess
 import sys
@@ -54,3 +54,31 @@ def test_freed_memory_is_given_back_only_when_it_has_grown_much():
     assert much > 200
     # Although the holes of the last time are still counted as free by the allocator.
     assert abs(little_again) < 5
+
+
+THREADS = """
+from pathlib import Path
+from rl.utils.processes import share_freed_memory
+from rl.utils.threads import WorkerThread
+def resident_mb():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+def leave_holes():
+    blocks = [b"x" * 50_000 for _ in range(800)]
+    lasting.append(blocks.pop())
+share_freed_memory()
+lasting = []
+threads = [WorkerThread(f"{i}") for i in range(8)]
+threads[0].submit(leave_holes).result()
+before = resident_mb()
+for thread in threads[1:]:
+    thread.submit(leave_holes).result()
+print(resident_mb() - before)
+"""
+
+
+def test_threads_take_what_another_thread_has_freed():
+    ran = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=60, check=True
+    )
+    # 40 MB for each thread, if each kept its own.
+    assert float(ran.stdout) < 40
