@@ -35,7 +35,7 @@ from rl.tinker.service.service import Service
 from rl.tinker.types import Limits
 from rl.utils.files import hold_folder_lock
 from rl.utils.printing import print_error
-from rl.utils.processes import give_back_freed_memory, share_freed_memory
+from rl.utils.processes import give_back_freed_memory
 from rl.utils.proxies import LOOPBACK_NAMES, is_loopback
 
 KEY_FILE = ".api_key"
@@ -103,7 +103,6 @@ class TinkerServer(Configurable):
                 config.
         """
         config = self._config
-        share_freed_memory()
         folder = Path(config.storage_folder).expanduser()
         # First what fails at once, then the model, which may load for minutes.
         with lock_storage(folder), listen(config.host, config.port) as listener:
