@@ -135,7 +135,8 @@ class ModelStream:
     def refuse(
         self, seq_id: int | None, error: TinkerError, *, adds_gradient: bool = False
     ) -> Future:
-        """Raise an error, unless the request has an answer already, and let it fail in its turn.
+        """Raise the error of an invalid request, which then fails in its turn; return the future of
+        a repeated one that is queued or has its answer.
 
         An invalid request uses up its seq id like any other, so that later ones do not wait for it.
         """
